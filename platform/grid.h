@@ -1,0 +1,146 @@
+// The process grid (§3.2): which tensor, data and pipeline rank this process is, and the groups it talks in.
+//
+// World rank = t_rank + t * (d_rank + d * p_rank): tensor parallel ranks are neighbours, so they share a node as long
+// as t is at most the number of devices in a node (§3.2, takeaway 1). Groups are passed explicitly; there are no
+// globals. Every collective goes through the functions below, which count the payload a rank hands over, per group.
+#pragma once
+
+#include <mpi.h>
+#include <nccl.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "platform/device.h"
+
+#define NCCL_CHECK(call)                                                                          \
+    do {                                                                                          \
+        const ncclResult_t status_ = (call);                                                      \
+        if (status_ != ncclSuccess) fail(__FILE__, __LINE__, #call, ncclGetErrorString(status_)); \
+    } while (0)
+
+// A communicator and this rank's place in it. A group of one needs no communicator: its collectives do nothing.
+struct Group {
+    std::string name;
+    std::vector<int> members;  // world ranks
+    int rank = 0, size = 1;
+    ncclComm_t comm = nullptr;
+    double bytes = 0;  // payload this rank has handed to the group's messages
+
+    Group() = default;
+    ~Group() {
+        if (comm) ncclCommDestroy(comm);
+    }
+    Group(const Group&) = delete;
+    Group& operator=(const Group&) = delete;
+};
+
+struct Grid {
+    int world_rank = 0, world_size = 1;
+    int t = 1, d = 1, p = 1;
+    int t_rank = 0, d_rank = 0, p_rank = 0;
+    Group tensor;     // same d_rank and p_rank
+    Group data;       // same t_rank and p_rank
+    Group pipeline;   // same t_rank and d_rank, in stage order
+    Group embedding;  // the pipeline group's first and last rank, which both hold the tied embedding
+    Group model;      // same d_rank: one whole model
+
+    bool first_stage() const { return p_rank == 0; }
+    bool last_stage() const { return p_rank == p - 1; }
+    int rank_of(int t_rank, int d_rank, int p_rank) const { return t_rank + t * (d_rank + d * p_rank); }
+};
+
+// Fills in this rank's group of the given world ranks. Collective over MPI_COMM_WORLD: every rank calls it for its own
+// group of each kind, in the same order; a rank that belongs to no group of this kind passes an empty list.
+inline void make_group(const Grid& grid, const std::string& name, const std::vector<int>& members, Group& group) {
+    group.name = name;
+    group.members = members;
+    group.size = int(members.size());
+    ncclUniqueId id = {};
+    for (int i = 0; i < group.size; ++i)
+        if (members[i] == grid.world_rank) group.rank = i;
+    const bool root = group.size > 1 && group.rank == 0;
+    if (root) NCCL_CHECK(ncclGetUniqueId(&id));
+    std::vector<ncclUniqueId> ids(grid.world_size);
+    MPI_CHECK(MPI_Allgather(&id, sizeof id, MPI_BYTE, ids.data(), sizeof id, MPI_BYTE, MPI_COMM_WORLD));
+    if (group.size > 1) NCCL_CHECK(ncclCommInitRank(&group.comm, group.size, ids[members[0]], group.rank));
+}
+
+// Splits MPI_COMM_WORLD, whose size must be t * d * p, into the grid. Collective.
+inline std::unique_ptr<Grid> make_grid(int t, int d, int p) {
+    auto grid = std::make_unique<Grid>();
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &grid->world_rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &grid->world_size));
+    grid->t = t;
+    grid->d = d;
+    grid->p = p;
+    grid->t_rank = grid->world_rank % t;
+    grid->d_rank = grid->world_rank / t % d;
+    grid->p_rank = grid->world_rank / (t * d);
+    std::vector<int> tensor, data, pipeline, embedding, model;
+    for (int i = 0; i < t; ++i) tensor.push_back(grid->rank_of(i, grid->d_rank, grid->p_rank));
+    for (int i = 0; i < d; ++i) data.push_back(grid->rank_of(grid->t_rank, i, grid->p_rank));
+    for (int i = 0; i < p; ++i) pipeline.push_back(grid->rank_of(grid->t_rank, grid->d_rank, i));
+    if (p > 1 && (grid->first_stage() || grid->last_stage())) embedding = {pipeline.front(), pipeline.back()};
+    for (int stage = 0; stage < p; ++stage)
+        for (int i = 0; i < t; ++i) model.push_back(grid->rank_of(i, grid->d_rank, stage));
+    make_group(*grid, "tensor", tensor, grid->tensor);
+    make_group(*grid, "data", data, grid->data);
+    make_group(*grid, "pipeline", pipeline, grid->pipeline);
+    make_group(*grid, "embedding", embedding, grid->embedding);
+    make_group(*grid, "model", model, grid->model);
+    return grid;
+}
+
+template <class T>
+constexpr ncclDataType_t nccl_type() {
+    if constexpr (std::is_same_v<T, float>) return ncclFloat32;
+    if constexpr (std::is_same_v<T, double>) return ncclFloat64;
+    if constexpr (std::is_same_v<T, int32_t>) return ncclInt32;
+    if constexpr (std::is_same_v<T, int64_t>) return ncclInt64;
+}
+
+// In place: buffer [count] becomes the sum (or `op`) over the group, bitwise the same on every rank.
+template <class T>
+void all_reduce(Device& device, Group& group, T* buffer, int64_t count, ncclRedOp_t op = ncclSum) {
+    if (group.size == 1 || count == 0) return;
+    ProfileScope scope(device, "all-reduce (" + group.name + ")");
+    NCCL_CHECK(ncclAllReduce(buffer, buffer, count, nccl_type<T>(), op, group.comm, device.stream));
+    group.bytes += 2.0 * double(count) * sizeof(T) * (group.size - 1) / group.size;
+}
+
+// whole [size * count] becomes every rank's part [count], in rank order; `part` may be its own place in `whole`.
+template <class T>
+void all_gather(Device& device, Group& group, const T* part, T* whole, int64_t count) {
+    if (group.size == 1) {
+        if (part != whole)
+            CUDA_CHECK(cudaMemcpyAsync(whole, part, count * sizeof(T), cudaMemcpyDeviceToDevice, device.stream));
+        return;
+    }
+    ProfileScope scope(device, "all-gather (" + group.name + ")");
+    NCCL_CHECK(ncclAllGather(part, whole, count, nccl_type<T>(), group.comm, device.stream));
+    group.bytes += double(count) * sizeof(T) * (group.size - 1);
+}
+
+// part [count] becomes this rank's share of the group's sum of whole [size * count]; it may be its own place in
+// `whole`.
+template <class T>
+void reduce_scatter(Device& device, Group& group, const T* whole, T* part, int64_t count) {
+    if (group.size == 1) {
+        if (part != whole)
+            CUDA_CHECK(cudaMemcpyAsync(part, whole, count * sizeof(T), cudaMemcpyDeviceToDevice, device.stream));
+        return;
+    }
+    ProfileScope scope(device, "reduce-scatter (" + group.name + ")");
+    NCCL_CHECK(ncclReduceScatter(whole, part, count, nccl_type<T>(), ncclSum, group.comm, device.stream));
+    group.bytes += double(count) * sizeof(T) * (group.size - 1);
+}
+
+// buffer [count] of the group's rank `root` goes to all.
+template <class T>
+void broadcast(Device& device, Group& group, T* buffer, int64_t count, int root) {
+    if (group.size == 1) return;
+    NCCL_CHECK(ncclBroadcast(buffer, buffer, count, nccl_type<T>(), root, group.comm, device.stream));
+    if (group.rank == root) group.bytes += double(count) * sizeof(T) * (group.size - 1);
+}
