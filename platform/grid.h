@@ -26,7 +26,16 @@ struct Group {
     std::vector<int> members;  // world ranks
     int rank = 0, size = 1;
     ncclComm_t comm = nullptr;
-    double bytes = 0;  // payload this rank has handed to the group's messages
+    double computed_bytes = 0;  // payload of this rank's messages by the formulas below
+
+    // Payload in bytes this rank has sent in the group: counted by the stand-in; NCCL does not tell, so there it is computed.
+    double bytes() const {
+#ifdef __CUDACC__
+        return computed_bytes;
+#else
+        return comm ? double(standin::bytes_sent(comm)) : 0.0;
+#endif
+    }
 
     Group() = default;
     ~Group() {
@@ -107,7 +116,7 @@ void all_reduce(Device& device, Group& group, T* buffer, int64_t count, ncclRedO
     if (group.size == 1 || count == 0) return;
     ProfileScope scope(device, "all-reduce (" + group.name + ")");
     NCCL_CHECK(ncclAllReduce(buffer, buffer, count, nccl_type<T>(), op, group.comm, device.stream));
-    group.bytes += 2.0 * double(count) * sizeof(T) * (group.size - 1) / group.size;
+    group.computed_bytes += 2.0 * double(count) * sizeof(T) * (group.size - 1) / group.size;
 }
 
 // whole [size * count] becomes every rank's part [count], in rank order; `part` may be its own place in `whole`.
@@ -120,7 +129,7 @@ void all_gather(Device& device, Group& group, const T* part, T* whole, int64_t c
     }
     ProfileScope scope(device, "all-gather (" + group.name + ")");
     NCCL_CHECK(ncclAllGather(part, whole, count, nccl_type<T>(), group.comm, device.stream));
-    group.bytes += double(count) * sizeof(T) * (group.size - 1);
+    group.computed_bytes += double(count) * sizeof(T) * (group.size - 1);
 }
 
 // part [count] becomes this rank's share of the group's sum of whole [size * count]; it may be its own place in
@@ -134,7 +143,7 @@ void reduce_scatter(Device& device, Group& group, const T* whole, T* part, int64
     }
     ProfileScope scope(device, "reduce-scatter (" + group.name + ")");
     NCCL_CHECK(ncclReduceScatter(whole, part, count, nccl_type<T>(), ncclSum, group.comm, device.stream));
-    group.bytes += double(count) * sizeof(T) * (group.size - 1);
+    group.computed_bytes += double(count) * sizeof(T) * (group.size - 1);
 }
 
 // buffer [count] of the group's rank `root` goes to all.
@@ -142,5 +151,5 @@ template <class T>
 void broadcast(Device& device, Group& group, T* buffer, int64_t count, int root) {
     if (group.size == 1) return;
     NCCL_CHECK(ncclBroadcast(buffer, buffer, count, nccl_type<T>(), root, group.comm, device.stream));
-    if (group.rank == root) group.bytes += double(count) * sizeof(T) * (group.size - 1);
+    if (group.rank == root) group.computed_bytes += double(count) * sizeof(T) * (group.size - 1);
 }

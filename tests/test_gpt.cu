@@ -2,7 +2,7 @@
 // backward, at sizes 1, 2, odd and larger than any block; then the whole model against values made with Hugging Face
 // GPT-2.
 #include "gpt.cu"
-#include "platform/safetensors.h"
+
 #include "tests/harness.h"
 #include "tests/model.h"
 

@@ -1,0 +1,274 @@
+// The CUDA runtime on a machine without a GPU: the few names this project uses, with the same meaning on the host.
+//
+// A kernel runs as one thread per block: threadIdx and blockDim are compile-time constants, so a loop "for (j =
+// threadIdx.x; ...; j += blockDim.x)" is a plain loop that g++ vectorises; blocks are divided among the rank's OpenMP
+// threads. Everything executes at once, at the call, except messages (nccl.h): a stream is the list of the messages
+// still on their way, an event a place in such a list, and whoever waits for either lets all of them progress.
+#pragma once
+
+#include <omp.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __global__ static
+#define __device__
+#define __host__
+#define __shared__
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
+namespace standin {
+struct ZeroIndex {
+    static constexpr unsigned x = 0, y = 0, z = 0;
+};
+struct UnitSize {
+    static constexpr unsigned x = 1, y = 1, z = 1;
+};
+}  // namespace standin
+constexpr standin::ZeroIndex threadIdx;
+constexpr standin::UnitSize blockDim;
+inline thread_local dim3 blockIdx, gridDim;
+
+inline void __syncthreads() {}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int) {
+    return value;
+}
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
+inline const char* cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess:
+            return "no error";
+        case cudaErrorInvalidValue:
+            return "invalid argument";
+        case cudaErrorMemoryAllocation:
+            return "out of memory";
+        case cudaErrorNotReady:
+            return "device not ready";
+    }
+    return "unknown error";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Streams, events and what they wait for
+
+struct CUstream_st;
+
+namespace standin {
+
+// Something that finishes later: `start` posts its messages, `finished` polls them. `waits_for` describes it for the
+// user.
+struct Operation {
+    std::function<void()> start;
+    std::function<bool()> finished;
+    std::function<std::string()> waits_for;
+    bool started = false, done = false;
+};
+
+struct State {
+    std::vector<CUstream_st*> streams;
+    std::function<bool()> progress_sends = [] { return false; };  // buffered messages whose sender went on
+    std::function<void(double, const std::string&)> timed_out;
+    double comm_timeout = 600;  // seconds without progress; 0: none
+    double waiting_cpu = 0;     // thread CPU seconds spent waiting, so that others can be told from them
+    bool rendezvous = false;    // messages block, as NCCL's may: see nccl.h
+};
+inline State& state() {
+    static State state;
+    return state;
+}
+
+inline double wall_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+inline double thread_cpu_seconds() {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
+
+}  // namespace standin
+
+struct CUstream_st {
+    std::deque<std::shared_ptr<standin::Operation>> pending;
+};
+struct CUevent_st {
+    std::shared_ptr<standin::Operation> last;  // of the stream when the event was recorded
+    double time = 0;
+};
+using cudaStream_t = CUstream_st*;
+using cudaEvent_t = CUevent_st*;
+
+namespace standin {
+
+// Polls every message of this process once; true if anything moved.
+inline bool progress() {
+    bool moved = state().progress_sends();
+    for (cudaStream_t stream : state().streams) {
+        for (auto& operation : stream->pending) {
+            if (!operation->started) {
+                if (operation != stream->pending.front()) break;  // only in rendezvous mode: one after another
+                operation->started = true;
+                operation->start();
+                moved = true;
+            }
+            if (!operation->done && operation->finished()) operation->done = moved = true;
+        }
+        while (!stream->pending.empty() && stream->pending.front()->done) stream->pending.pop_front();
+    }
+    return moved;
+}
+
+// Returns when condition() holds. Never spins: between polls the core is offered to the other ranks. After comm_timeout
+// seconds in which nothing moved, says what is awaited and ends the job.
+template <class Condition, class Description>
+void wait(Condition condition, Description waits_for) {
+    if (condition()) return;
+    const double cpu = thread_cpu_seconds();
+    double last_progress = wall_seconds();
+    while (!condition()) {
+        if (progress()) {
+            last_progress = wall_seconds();
+            continue;
+        }
+        sched_yield();
+        const double waited = wall_seconds() - last_progress;
+        if (state().comm_timeout > 0 && waited > state().comm_timeout) state().timed_out(waited, waits_for());
+    }
+    state().waiting_cpu += thread_cpu_seconds() - cpu;
+}
+inline void wait_operation(const std::shared_ptr<Operation>& operation) {
+    if (operation) wait([&] { return operation->done; }, [&] { return operation->waits_for(); });
+}
+inline void wait_stream(cudaStream_t stream) {
+    while (stream && !stream->pending.empty()) wait_operation(stream->pending.front());
+}
+
+// Runs f() once per block. A rank with several cores divides the blocks among them; results cannot depend on how, since
+// no block reads what another writes.
+template <class F>
+void run_blocks(int64_t grid, int /*threads per block: always run as one*/, F f) {
+    auto run = [&](int64_t block) {
+        blockIdx.x = unsigned(block);
+        gridDim.x = unsigned(grid);
+        f();
+    };
+    if (grid > 1 && omp_get_max_threads() > 1 && !omp_in_parallel()) {
+#pragma omp parallel for schedule(static)
+        for (int64_t block = 0; block < grid; ++block) run(block);
+    } else {
+        for (int64_t block = 0; block < grid; ++block) run(block);
+    }
+}
+
+}  // namespace standin
+
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+    *stream = new CUstream_st;
+    standin::state().streams.push_back(*stream);
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    standin::wait_stream(stream);
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    standin::wait_stream(stream);
+    auto& streams = standin::state().streams;
+    for (size_t i = 0; i < streams.size(); ++i)
+        if (streams[i] == stream) streams.erase(streams.begin() + i);
+    delete stream;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() {
+    for (cudaStream_t stream : standin::state().streams) standin::wait_stream(stream);
+    return cudaSuccess;
+}
+
+constexpr unsigned cudaEventDisableTiming = 2;
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = new CUevent_st;
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    event->last = stream->pending.empty() ? nullptr : stream->pending.back();
+    event->time = standin::wall_seconds();
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    standin::wait_operation(event->last);
+    return cudaSuccess;
+}
+// On a GPU the stream waits; here the host does, at the call, since what follows on the stream executes at its call.
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned = 0) {
+    standin::wait_operation(event->last);
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+inline cudaError_t cudaGetDeviceCount(int* count) {
+    *count = 1;
+    return cudaSuccess;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory
+
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
+
+// 64-byte aligned, so that vector loops do not depend on where a buffer lies; large buffers ask for huge pages.
+inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    const size_t huge = size_t(2) << 20, alignment = bytes >= 2 * huge ? huge : 64;
+    *pointer = nullptr;
+    if (bytes == 0) return cudaSuccess;
+    if (bytes > SIZE_MAX / 2) return cudaErrorMemoryAllocation;
+    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+    if (posix_memalign(pointer, alignment, rounded) != 0) return cudaErrorMemoryAllocation;
+    if (alignment == huge) madvise(*pointer, rounded, MADV_HUGEPAGE);
+    return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* pointer) {
+    free(pointer);
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+    if (bytes > 0) memset(pointer, value, bytes);
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
+    standin::wait_stream(stream);
+    return cudaMemset(pointer, value, bytes);
+}
+inline cudaError_t cudaMemcpy(void* destination, const void* source, size_t bytes, cudaMemcpyKind) {
+    if (bytes > 0) memmove(destination, source, bytes);
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t stream) {
+    standin::wait_stream(stream);
+    return cudaMemcpy(destination, source, bytes, kind);
+}
