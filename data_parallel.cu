@@ -92,6 +92,15 @@ struct GradientReduction {
         }
     }
 
+    // Makes every replica's gradients whole again after reduce-scatters (for --dump).
+    void gather_gradients() {
+        for (const Parameter& parameter : gpt.parameters) {
+            float* gradient = gpt.gradients.data + parameter.offset;
+            const int64_t part = int64_t(parameter.padded) / grid.d;
+            all_gather(gpt.device, grid.data, gradient + grid.d_rank * part, gradient, part);
+        }
+    }
+
     // The last microbatch's backward has finished with this layer (the pipeline executor's callback).
     void gradient_ready(int chunk, int layer) {
         Bucket& bucket = layer_buckets[bucket_of[chunk][layer]];

@@ -452,6 +452,51 @@ inline size_t recompute_scratch_floats(const Shape& shape, int64_t layers, int64
     return measure.used;
 }
 
+// Bytes a rank needs, by kind.
+struct MemoryPlan {
+    double weights = 0, gradients = 0, optimizer = 0;  // 4, 4 and 8 bytes per parameter on this rank
+    double activations = 0;                            // slots: what is kept from forward to backward
+    double recompute = 0;                              // scratch for one recomputed block
+    double messages = 0;                               // chunk inputs and gradients between stages
+    double workspace = 0;                              // scratch within a layer, logits
+    double tokens = 0;                                 // of the global batch's share, and their losses
+    double buffered = 0;                               // the CPU build's copies of messages and its scratch for sums
+    PipelineNeeds needs;
+    double total() const {
+        return weights + gradients + optimizer + activations + recompute + messages + workspace + tokens + buffered;
+    }
+};
+
+// The memory of pipeline rank p_rank, tensor rank t_rank, for d replicas, before anything is allocated.
+inline MemoryPlan memory_plan(const GptConfig& config, const Schedule& schedule, const Program& program, int t,
+                              int t_rank, int d, int p_rank, int64_t b, bool distributed,
+                              const PipelineOptions& options) {
+    const int p = schedule.p, v = schedule.v;
+    const Shape shape = gpt_shape(config, t, b);
+    const bool first = p_rank == 0, last = p_rank == p - 1;
+    const int64_t layers = config.layers / (int64_t(p) * v);
+    MemoryPlan plan;
+    plan.needs = pipeline_needs(schedule, program, p_rank);
+    const auto parameters = local_parameters(config, t, t_rank, p, p_rank, v, distributed ? d : 1);
+    plan.weights = 4.0 * double(local_parameter_floats(parameters));
+    plan.gradients = plan.weights + (first && last ? 4.0 * double(shape.local_vocab * shape.h) : 0.0);
+    plan.optimizer = 2 * plan.weights / (distributed ? d : 1);
+    plan.activations = 4.0 * plan.needs.slots * double(slot_floats(shape, layers, options.recompute_layers));
+    if (options.recompute_layers)
+        plan.recompute = 4.0 * double(recompute_scratch_floats(shape, layers, options.recompute_layers));
+    const double message = 4.0 * double(padded_floats(shape.rows() * shape.h));
+    plan.messages = (plan.needs.inputs + plan.needs.gradients) * message;
+    Carver measure;
+    carve_workspace(measure, shape, last);
+    plan.workspace = 4.0 * double(measure.used);
+    if (first || last) plan.tokens = 4.0 * schedule.m * double(5 * shape.rows());
+    if (last) plan.tokens += 4.0 * schedule.m * double(shape.rows());
+#ifndef __CUDACC__
+    plan.buffered = (t > 1 ? message : 0) + (p > 1 ? 2 * message : 0) + (d > 1 ? double(4 << 20) : 0);
+#endif
+    return plan;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The executor: runs any program
 

@@ -28,7 +28,8 @@ struct Group {
     ncclComm_t comm = nullptr;
     double computed_bytes = 0;  // payload of this rank's messages by the formulas below
 
-    // Payload in bytes this rank has sent in the group: counted by the stand-in; NCCL does not tell, so there it is computed.
+    // Payload in bytes this rank has sent in the group: counted by the stand-in; NCCL does not tell, so there it is
+    // computed.
     double bytes() const {
 #ifdef __CUDACC__
         return computed_bytes;

@@ -38,7 +38,8 @@ enum class Site : uint32_t {
     attention_output_dropout,
     mlp_dropout,
     weights,
-    order
+    order,
+    sampling
 };
 
 // One dropout layer's mask: a function of seed, iteration, global sample, layer, site and element. Column j of the

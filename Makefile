@@ -1,0 +1,104 @@
+# make           builds ./train and ./plan for this machine's CPU
+# make run       installs what is missing, builds, and trains a GPT on real text (DATA=file: on yours)
+# make test      installs what is missing, builds and runs every test
+# make test-full the same with the exhaustive matrices
+# make bench     speed: medians, and ratios taken in one run
+# make cuda      the same sources with nvcc: build/cuda/train, plan and the tests
+# make deps      installs what is missing, with apt
+# make clean     removes what make has built
+#
+# Every program is one translation unit: train.cu, plan.cu, tests/test_*.cu, bench/bench.cu.
+
+# What `make run` starts: all of the paper's system, on 8 ranks
+RANKS  ?= 8
+CONFIG ?= examples/kjv.cfg
+
+# MPICH's own names come first: on Debian, plain mpirun may be another MPI's
+MPICXX := $(firstword $(shell command -v mpicxx.mpich mpicxx 2>/dev/null) mpicxx)
+MPIRUN := $(firstword $(shell command -v mpirun.mpich mpirun 2>/dev/null) mpirun)
+MPI_FLAGS = $(filter -I% -L% -l% -Wl%,$(shell $(MPICXX) -show 2>/dev/null))
+MPI_INCLUDES = $(filter -I%,$(MPI_FLAGS))
+MPI_LIBRARIES = $(filter -L% -l% -Wl%,$(MPI_FLAGS))
+
+# -ffast-math lets g++ vectorise exp and sums. Peeling loops by address is off: the same values at another address would be
+# added in another order. 512-bit vectors are used where the processor has them.
+CXX       = g++
+VECTORS  := $(shell grep -qs avx512f /proc/cpuinfo && echo -mprefer-vector-width=512)
+OPTIMIZE  = -O3 -march=native $(VECTORS) -ffast-math --param=vect-max-peeling-for-alignment=0
+WARNINGS  = -Wall -Wextra
+CXXFLAGS  = -std=c++17 $(OPTIMIZE) $(WARNINGS) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES)
+LIBRARIES = -ldnnl $(MPI_LIBRARIES)
+BUILD     = build/cpu
+
+# make test SANITIZE=address,undefined builds and runs the same tests under the sanitizers
+ifdef SANITIZE
+BUILD    = build/sanitize
+OPTIMIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=$(SANITIZE) -fno-sanitize-recover=undefined
+export ASAN_OPTIONS = detect_leaks=0
+endif
+
+TESTS   = $(patsubst tests/%.cu,$(BUILD)/%,$(wildcard tests/test_*.cu))
+HEADERS = $(wildcard *.cu platform/*.h platform/cpu/*.h tests/*.h)
+
+all: train plan
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+deps:
+	@MAKE_DATA="$(DATA)" platform/deps.sh
+
+train plan: %: $(BUILD)/%
+	@cp $< $@.new && mv $@.new $@
+
+$(BUILD)/%: %.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
+$(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
+$(BUILD)/bench: bench/bench.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
+
+# The King James text: one verse a line, from Debian's `bible` program
+build/data/kjv.txt:
+	@mkdir -p $(@D)
+	@command -v bible >/dev/null || { echo "make run: there is no \`bible\` program here; give a text: make run DATA=file.txt" >&2; exit 2; }
+	@bible -f ge1:1-rev22:21 </dev/null >$@.part && mv $@.part $@
+
+run: deps
+	@$(MAKE) --no-print-directory train $(if $(DATA),,build/data/kjv.txt)
+	$(MPIRUN) -np $(RANKS) ./train --config $(CONFIG) --data-path $(or $(DATA),build/data/kjv.txt)
+
+test: deps
+	@$(MAKE) --no-print-directory build-tests
+	@BUILD=$(BUILD) tests/run $(TESTS)
+test-full: export PTDP_FULL = 1
+test-full: test
+build-tests: train plan $(TESTS)
+
+bench: deps
+	@$(MAKE) --no-print-directory train plan $(BUILD)/bench
+	@$(BUILD)/bench
+
+# One binary for every architecture of ours that this nvcc knows
+NVCC      = nvcc
+CUDA_ARCH = $(foreach arch,80 90 100,$(if $(findstring compute_$(arch),$(shell $(NVCC) --list-gpu-arch 2>/dev/null)),-gencode arch=compute_$(arch),code=sm_$(arch)))
+NVCCFLAGS = -std=c++17 -O3 --extended-lambda -Xcompiler -Wall,-Wextra -I. $(MPI_INCLUDES)
+CUDA_LIBRARIES = -lcublas -lnccl $(filter -L% -l%,$(MPI_LIBRARIES))
+cuda:
+	@command -v $(NVCC) >/dev/null || { echo "make cuda: there is no nvcc here; it comes with the CUDA Toolkit" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(patsubst %.cu,build/cuda/%,train.cu plan.cu $(notdir $(wildcard tests/test_*.cu)))
+build/cuda/%: %.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) $(subst compute_,compute_,$(CUDA_ARCH)) $< -o $@ $(CUDA_LIBRARIES)
+build/cuda/test_%: tests/test_%.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) $< -o $@ $(CUDA_LIBRARIES)
+
+clean:
+	rm -rf build train plan
+
+.PHONY: all help deps run test test-full build-tests bench cuda clean
+.DELETE_ON_ERROR:

@@ -1,0 +1,198 @@
+// safetensors files: an 8-byte little-endian header length, a JSON header, the tensors' bytes. The format of --dump and
+// of the tests' reference values; every other framework reads it.
+//
+// A reader maps the file and checks everything before it hands out a pointer: a malformed file is an exception, never a
+// crash.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// A file mapped for reading; nothing is read before it is touched.
+struct MappedFile {
+    const char* data = nullptr;
+    size_t size = 0;
+
+    // Throws std::runtime_error with the path and the system's reason.
+    explicit MappedFile(const std::string& path) {
+        const int file = open(path.c_str(), O_RDONLY);
+        if (file < 0) throw std::runtime_error(path + ": " + std::strerror(errno));
+        struct stat status = {};
+        const bool ok = fstat(file, &status) == 0;
+        if (ok && S_ISDIR(status.st_mode)) {
+            close(file);
+            throw std::runtime_error(path + ": is a directory");
+        }
+        size = ok ? size_t(status.st_size) : 0;
+        void* mapped = size > 0 ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;
+        const int error = errno;
+        close(file);
+        if (!ok || mapped == MAP_FAILED) throw std::runtime_error(path + ": " + std::strerror(error));
+        data = static_cast<const char*>(mapped);
+    }
+    ~MappedFile() {
+        if (data) munmap(const_cast<char*>(data), size);
+    }
+    MappedFile(const MappedFile&) = delete;
+    MappedFile& operator=(const MappedFile&) = delete;
+};
+
+struct SafeTensor {
+    std::string dtype;  // "F32", "I32", ...
+    std::vector<int64_t> shape;
+    const char* data = nullptr;
+    size_t bytes = 0;
+
+    // Its values, if it is of that dtype; else throws.
+    std::vector<float> floats() const { return values<float>("F32"); }
+    std::vector<int32_t> ints() const { return values<int32_t>("I32"); }
+
+private:
+    template <class T>
+    std::vector<T> values(const char* expected) const {
+        if (dtype != expected) throw std::runtime_error("a tensor is " + dtype + ", not " + expected);
+        std::vector<T> result(bytes / sizeof(T));
+        std::memcpy(result.data(), data, bytes);
+        return result;
+    }
+};
+
+inline size_t safetensors_item_size(const std::string& dtype) {
+    if (dtype == "F64" || dtype == "I64" || dtype == "U64") return 8;
+    if (dtype == "F32" || dtype == "I32" || dtype == "U32") return 4;
+    if (dtype == "F16" || dtype == "BF16" || dtype == "I16" || dtype == "U16") return 2;
+    if (dtype == "I8" || dtype == "U8" || dtype == "BOOL") return 1;
+    return 0;
+}
+
+struct SafeTensorsFile {
+    MappedFile file;
+    std::map<std::string, SafeTensor> tensors;
+    std::map<std::string, std::string> metadata;
+
+    // Throws std::runtime_error naming the file and what is wrong with it.
+    explicit SafeTensorsFile(const std::string& path) : file(path) {
+        try {
+            parse();
+        } catch (const std::exception& error) {
+            throw std::runtime_error(path + ": not a valid safetensors file: " + error.what());
+        }
+    }
+
+    const SafeTensor& at(const std::string& name) const {
+        const auto found = tensors.find(name);
+        if (found == tensors.end()) throw std::runtime_error("no tensor named " + name);
+        return found->second;
+    }
+
+private:
+    void parse() {
+        uint64_t header_size = 0;
+        if (file.size < sizeof header_size) throw std::runtime_error("it is shorter than its header's length");
+        std::memcpy(&header_size, file.data, sizeof header_size);
+        if (header_size > file.size - sizeof header_size)
+            throw std::runtime_error("its header is longer than the file");
+        const char* begin = file.data + sizeof header_size;
+        const auto depth_limited = [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
+            if (depth > 8) throw std::runtime_error("its header is nested too deeply");
+            return true;
+        };
+        const auto header = nlohmann::json::parse(begin, begin + header_size, depth_limited);
+        if (!header.is_object()) throw std::runtime_error("its header is not a JSON object");
+        const uint64_t data_size = file.size - sizeof header_size - header_size;
+        std::map<uint64_t, uint64_t> ranges;
+        for (const auto& [name, entry] : header.items()) {
+            if (name == "__metadata__") {
+                for (const auto& [key, value] : entry.items()) metadata[key] = value.get<std::string>();
+                continue;
+            }
+            SafeTensor tensor;
+            tensor.dtype = entry.at("dtype").get<std::string>();
+            uint64_t expected = safetensors_item_size(tensor.dtype);
+            if (expected == 0) throw std::runtime_error("tensor " + name + " has unknown dtype " + tensor.dtype);
+            for (const auto& extent : entry.at("shape")) {
+                if (!extent.is_number_unsigned()) throw std::runtime_error("tensor " + name + " has a bad shape");
+                const uint64_t n = extent.get<uint64_t>();
+                if (n > uint64_t(INT64_MAX) || __builtin_mul_overflow(expected, n, &expected))
+                    throw std::runtime_error("tensor " + name + " has an absurd shape");
+                tensor.shape.push_back(int64_t(n));
+            }
+            const auto& offsets = entry.at("data_offsets");
+            if (offsets.size() != 2 || !offsets[0].is_number_unsigned() || !offsets[1].is_number_unsigned())
+                throw std::runtime_error("tensor " + name + " has bad offsets");
+            const uint64_t first = offsets[0].get<uint64_t>(), last = offsets[1].get<uint64_t>();
+            if (first > last || last > data_size) throw std::runtime_error("tensor " + name + " lies outside the file");
+            if (last - first != expected) throw std::runtime_error("tensor " + name + "'s size does not fit its shape");
+            if (expected > 0 && !ranges.emplace(first, last).second)
+                throw std::runtime_error("tensor " + name + " overlaps another");
+            tensor.data = begin + header_size + first;
+            tensor.bytes = size_t(expected);
+            tensors[name] = tensor;
+        }
+        uint64_t end = 0;
+        for (const auto& [first, last] : ranges) {
+            if (first < end) throw std::runtime_error("two tensors overlap");
+            end = last;
+        }
+    }
+};
+
+// Collects tensors and writes them as one file: aside first, then renamed, so that a file of that name is always whole.
+struct SafeTensorsWriter {
+    nlohmann::ordered_json header = nlohmann::ordered_json::object();
+    std::vector<std::vector<char>> contents;
+    uint64_t size = 0;
+
+    void metadata(const std::string& key, const std::string& value) { header["__metadata__"][key] = value; }
+    void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape, const void* data,
+             size_t bytes) {
+        header[name] = {{"dtype", dtype}, {"shape", shape}, {"data_offsets", {size, size + bytes}}};
+        const char* begin = static_cast<const char*>(data);
+        contents.emplace_back(begin, begin + bytes);
+        size += bytes;
+    }
+    void add(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values) {
+        add(name, "F32", shape, values.data(), values.size() * sizeof(float));
+    }
+    void add(const std::string& name, const std::vector<int64_t>& shape, const std::vector<double>& values) {
+        add(name, "F64", shape, values.data(), values.size() * sizeof(double));
+    }
+
+    // Throws std::runtime_error with the path and the system's reason; then no file of that name has been touched.
+    void write(const std::string& path) const {
+        std::string text = header.dump();
+        text.resize((text.size() + 7) / 8 * 8, ' ');  // tensors begin at a multiple of 8
+        const uint64_t header_size = text.size();
+        const std::string aside = path + ".part";
+        std::FILE* out = std::fopen(aside.c_str(), "wb");
+        bool ok = out && std::fwrite(&header_size, sizeof header_size, 1, out) == 1 &&
+                  std::fwrite(text.data(), 1, text.size(), out) == text.size();
+        for (const auto& content : contents)
+            ok = ok && std::fwrite(content.data(), 1, content.size(), out) == content.size();
+        ok = ok && std::fflush(out) == 0;
+        int error = errno;
+        if (out && std::fclose(out) != 0 && ok) {
+            ok = false;
+            error = errno;
+        }
+        if (ok && std::rename(aside.c_str(), path.c_str()) != 0) {
+            ok = false;
+            error = errno;
+        }
+        if (!ok) {
+            std::remove(aside.c_str());
+            throw std::runtime_error(path + ": cannot write: " + std::strerror(error));
+        }
+    }
+};
