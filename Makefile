@@ -92,7 +92,7 @@ cuda:
 	@$(MAKE) --no-print-directory $(patsubst %.cu,build/cuda/%,train.cu plan.cu $(notdir $(wildcard tests/test_*.cu)))
 build/cuda/%: %.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(subst compute_,compute_,$(CUDA_ARCH)) $< -o $@ $(CUDA_LIBRARIES)
+	$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) $< -o $@ $(CUDA_LIBRARIES)
 build/cuda/test_%: tests/test_%.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) $< -o $@ $(CUDA_LIBRARIES)
