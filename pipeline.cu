@@ -503,7 +503,7 @@ inline MemoryPlan memory_plan(const GptConfig& config, const Schedule& schedule,
 // One operation as it ran on this rank, for traces and for the replay of what a core per rank would give.
 struct OpRecord {
     Op op;
-    double start = 0, end = 0;  // seconds, by now()
+    double start = 0, end = 0;  // seconds, by now(), from when its input was there
     double cpu = 0;             // thread CPU seconds, waits excluded (CPU build)
 };
 
@@ -629,8 +629,14 @@ struct PipelineExecutor {
                 exchange(program, step, state, callbacks);
                 continue;
             }
+            if (step.exchange >= 0) {
+                TraceScope trace(gpt.device, "wait", "wait for exchange " + std::to_string(step.exchange));
+                CUDA_CHECK(cudaStreamWaitEvent(gpt.device.stream, exchange_done[step.exchange], 0));
+            }
             OpRecord record{step.op, now(), 0, busy_cpu_seconds()};
-            if (step.exchange >= 0) CUDA_CHECK(cudaStreamWaitEvent(gpt.device.stream, exchange_done[step.exchange], 0));
+            TraceScope trace(gpt.device, step.op.forward ? "forward" : "backward",
+                             (step.op.forward ? "forward " : "backward ") + std::to_string(step.op.microbatch) +
+                                 ", chunk " + std::to_string(step.op.chunk));
             if (step.op.forward)
                 forward(schedule, step, state, callbacks);
             else
@@ -729,6 +735,7 @@ struct PipelineExecutor {
     // This rank's part of an exchange: one group on the exchange stream, which waits for the operation that produced
     // what it sends, and for whoever used the buffers it receives into.
     void exchange(const Program& program, const Step& step, Run& state, const PipelineCallbacks& callbacks) {
+        TraceScope trace(gpt.device, "exchange", "issue exchange " + std::to_string(step.exchange));
         if (step.produces) CUDA_CHECK(cudaStreamWaitEvent(exchange_stream, op_done[state.ops - 1], 0));
         const std::vector<Message>& messages = program.exchanges[step.exchange].messages;
         const int rank = grid.p_rank;

@@ -11,6 +11,9 @@
 //   order, so
 //     it does not depend on the layout;
 //   - a user's mistake ends every rank with status 2 and one message, before any communicator exists.
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -24,6 +27,8 @@
 #include "platform/grid.h"
 #include "platform/log.h"
 #include "platform/options.h"
+#include "platform/picture.h"
+#include "platform/trace.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What the paper's formulas say about a run
@@ -73,6 +78,16 @@ inline void make_directory(const char* flag, const std::string& path) {
     std::filesystem::create_directories(path, error);
     if (error || !std::filesystem::is_directory(path))
         throw UserError(std::string(flag) + " " + path + ": " + (error ? error.message() : "is not a directory"));
+}
+
+// Throws UserError if a file that a flag names cannot be written; leaves no trace otherwise.
+inline void check_writable(const char* flag, const std::string& path) {
+    struct stat status;
+    const bool there = stat(path.c_str(), &status) == 0;
+    std::FILE* file = std::fopen(path.c_str(), "ab");
+    if (!file) throw UserError(std::string(flag) + " " + path + ": " + std::strerror(errno));
+    std::fclose(file);
+    if (!there) std::remove(path.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -197,6 +212,27 @@ inline Plan single_plan(const Options& o) {
     return Plan(schedule);
 }
 
+// Payload in bytes that a rank has sent, per group.
+struct GroupBytes {
+    double tensor = 0, data = 0, pipeline = 0, embedding = 0;
+    void add(const Grid& grid, double sign) {
+        tensor += sign * grid.tensor.bytes();
+        data += sign * grid.data.bytes();
+        pipeline += sign * grid.pipeline.bytes();
+        embedding += sign * grid.embedding.bytes();
+    }
+};
+
+// What this rank has measured over the training iterations, for the report at the end.
+struct Measured {
+    int64_t iterations = 0;
+    double flops = 0;              // of GEMMs
+    GroupBytes bytes;              // of forward, backward, gradient reduction and the optimizer's weights
+    std::vector<double> op_cpu;    // seconds per operation of the schedule, in its order, summed over iterations
+    std::vector<double> seconds;   // per iteration
+    std::vector<OpRecord> last;    // of the last iteration
+};
+
 struct Trainer {
     const Options& o;
     Grid& grid;
@@ -211,6 +247,8 @@ struct Trainer {
     std::vector<Tokens> microbatches;    // of the current batch; first and last stage only
     DeviceBuffer<double> sample_losses;  // [B]: each sample's sum over its tokens
     int64_t iteration = 0;
+    std::pair<int64_t, int64_t> traced;  // iterations, first to last
+    Measured measured;
 
     Trainer(const Options& o, Grid& grid, const Dataset& data, Device& device, LogFile& log)
         : o(o),
@@ -231,7 +269,8 @@ struct Trainer {
           optimizer(gpt, grid, {o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay, o.clip_grad},
                     o.use_distributed_optimizer),
           microbatches(o.num_microbatches),
-          sample_losses(o.global_batch_size) {}
+          sample_losses(o.global_batch_size),
+          traced(o.trace.empty() ? std::make_pair<int64_t, int64_t>(0, 0) : trace_range(o.trace_iterations)) {}
 
     // Microbatch i, replica r, row j is sample (i d + r) b + j of the batch.
     int64_t first_sample(int64_t microbatch) const { return (microbatch * grid.d + grid.d_rank) * o.micro_batch_size; }
@@ -290,12 +329,23 @@ struct Trainer {
     Result train_iteration() {
         const double start = now();
         ++iteration;
+        device.tracing = traced.first <= iteration && iteration <= traced.second;
         load_batch([&](int64_t k) { return data.training_window((iteration - 1) * o.global_batch_size + k); });
         PipelineCallbacks callbacks;
         callbacks.microbatch = [&](int i) { return microbatch(i, true); };
         callbacks.gradient_ready = [&](int chunk, int layer) { reduction.gradient_ready(chunk, layer); };
+        const double flops_before = device.gemm_flops;
+        measured.bytes.add(grid, -1);
         executor.run(training.schedule, training.program, callbacks, true);
-        reduction.finish();
+        {
+            TraceScope trace(device, "reduction", "last gradients");
+            reduction.finish();
+        }
+        measured.bytes.add(grid, 1);
+        measured.flops += device.gemm_flops - flops_before;
+        measured.last = executor.records;
+        measured.op_cpu.resize(executor.records.size());
+        for (size_t i = 0; i < executor.records.size(); ++i) measured.op_cpu[i] += executor.records[i].cpu;
 
         Result result;
         double sum = 0;
@@ -313,9 +363,17 @@ struct Trainer {
             if (o.use_distributed_optimizer) reduction.gather_gradients();
             write_dump(o, grid, gpt, result.loss);
         }
-        optimizer.step(result.gradient_norm, result.lr);
+        measured.bytes.add(grid, -1);
+        {
+            TraceScope trace(device, "optimizer", "optimizer");
+            optimizer.step(result.gradient_norm, result.lr);
+        }
+        measured.bytes.add(grid, 1);
         CUDA_CHECK(cudaStreamSynchronize(device.stream));
+        device.tracing = false;
         result.seconds = now() - start;
+        measured.seconds.push_back(result.seconds);
+        ++measured.iterations;
         return result;
     }
 
@@ -418,6 +476,171 @@ inline double resident_bytes(const char* field) {
     return 0;
 }
 
+// "0-2, 6-8" for the given half-open ranges.
+inline std::string ranges_text(const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    std::string text;
+    for (const auto& [begin, end] : ranges) {
+        if (begin >= end) continue;
+        text += (text.empty() ? "" : ", ") + std::to_string(begin);
+        if (end - begin > 1) text += "-" + std::to_string(end - 1);
+    }
+    return text;
+}
+
+// The process grid: which rank, host and process holds which layers, heads and samples of a batch. Collective.
+inline void print_grid(const Options& o, const Grid& grid, const GptConfig& config) {
+    char host[MPI_MAX_PROCESSOR_NAME] = {};
+    int length = 0;
+    MPI_CHECK(MPI_Get_processor_name(host, &length));
+    std::vector<std::pair<int64_t, int64_t>> layers, samples;
+    const int64_t v = o.virtual_pipeline_size, b = o.micro_batch_size, heads = config.heads / grid.t;
+    for (int chunk = 0; chunk < v; ++chunk) {
+        const int64_t first = first_layer_of(config, grid.p, int(v), grid.p_rank, chunk);
+        layers.push_back({first, first + config.layers / (grid.p * v)});
+    }
+    for (int64_t i = 0; i < std::min<int64_t>(o.num_microbatches, grid.d == 1 ? 1 : 2); ++i) {
+        const int64_t first = (i * grid.d + grid.d_rank) * b;
+        samples.push_back({first, first + (grid.d == 1 ? o.global_batch_size : b)});
+    }
+    const bool more = grid.d > 1 && o.num_microbatches > 2;
+    char line[512];
+    std::snprintf(line, sizeof line, "%4d  %-16.16s %8ld  %2d %2d %2d  %-18s %-8s %s%s", grid.world_rank, host,
+                  long(getpid()), grid.t_rank, grid.d_rank, grid.p_rank,
+                  (std::string(grid.first_stage() ? "E " : "") + ranges_text(layers) + (grid.last_stage() ? " H" : ""))
+                      .c_str(),
+                  ranges_text({{grid.t_rank * heads, (grid.t_rank + 1) * heads}}).c_str(), ranges_text(samples).c_str(),
+                  more ? ", ..." : "");
+    const std::vector<std::string> lines = gather_texts(line);
+    if (grid.world_rank != 0) return;
+    std::printf("process grid (E: embedding, H: final LayerNorm and output layer):\n"
+                "rank  host                  pid   t  d  p  layers             heads    samples of a batch\n");
+    for (const std::string& text : lines) std::printf("%s\n", text.c_str());
+}
+
+// Bytes a whole training iteration sends, by the paper's formulas (§2.3, §3.2, §4.1), over all ranks.
+struct FormulaBytes {
+    double layers = 0, vocabulary = 0, gather = 0;  // tensor group
+    double pipeline = 0, data = 0, embedding = 0;
+};
+inline FormulaBytes formula_bytes(const Options& o, const Grid& grid, double local_parameters_of_all_ranks) {
+    const double t = grid.t, d = grid.d, p = grid.p, m = double(o.num_microbatches), b = double(o.micro_batch_size),
+                 s = double(o.seq_length), h = double(o.hidden_size), v = double(o.virtual_pipeline_size), word = 4;
+    const double share = (t - 1) / t, microbatches = m * d, bsh = b * s * h;
+    FormulaBytes bytes;
+    // Per layer, device and microbatch: 8 b s h (t-1)/t elements, 12 when recomputing
+    bytes.layers = (o.recompute() ? 12 : 8) * bsh * share * double(o.num_layers) * microbatches * t * word;
+    // The embedding's g, the output layer's f, and three numbers per token
+    bytes.vocabulary = (4 * bsh + 6 * b * s) * share * microbatches * t * word;
+    const bool scatters = grid.t > 1 && !o.no_scatter_gather_tensors_in_pipeline;
+    const double messages = p > 1 ? 2 * (p * v - 1) * microbatches : 0;  // one a boundary and direction
+    bytes.pipeline = messages * bsh * (scatters ? 1 : t) * word;
+    bytes.gather = scatters ? messages * bsh * share * t * word : 0;
+    bytes.data = 2 * (d - 1) / d * local_parameters_of_all_ranks * word;
+    const double vocab = double((o.vocab_size + grid.t - 1) / grid.t);
+    bytes.embedding = p > 1 ? 2 * vocab * h * t * d * word : 0;  // two ranks, 2 N / 2 elements each
+    return bytes;
+}
+
+// The paper against this run: what its formulas say beside what was counted and measured. Collective.
+inline void print_report(const Options& o, const Grid& grid, const Trainer& trainer, double predicted_memory,
+                         double measured_memory) {
+    const Measured& mine = trainer.measured;
+    if (mine.iterations == 0) return;
+    const double n = double(mine.iterations);
+    double parameters = 0;
+    for (const Parameter& parameter : trainer.gpt.parameters) parameters += double(parameter.local_size());
+    const std::vector<double> local = {mine.flops / n,          mine.bytes.tensor / n,    mine.bytes.pipeline / n,
+                                       mine.bytes.data / n,     mine.bytes.embedding / n, parameters};
+    std::vector<double> total(local.size());
+    MPI_CHECK(MPI_Reduce(local.data(), total.data(), int(local.size()), MPI_DOUBLE, MPI_SUM, 0, MPI_COMM_WORLD));
+    nlohmann::json facts = {{"predicted", predicted_memory}, {"measured", measured_memory}};
+    if (grid.t_rank == 0 && grid.d_rank == 0) {
+        facts["cpu"] = nlohmann::json::array();
+        for (double cpu : mine.op_cpu) facts["cpu"].push_back(cpu / n);
+        for (const OpRecord& record : mine.last) facts["times"].push_back({record.start, record.end});
+    }
+    const std::vector<std::string> texts = gather_texts(facts.dump());
+    if (grid.world_rank != 0) return;
+
+    std::printf("the paper against this run (%ld iterations, all ranks)\n", long(mine.iterations));
+    std::printf("  %-44s %12s %12s\n", "per iteration", "formula", "counted");
+    auto row = [](const char* name, double formula, double counted, double unit) {
+        std::printf("  %-44s %12.4f %12.4f  (%+.2f%%)\n", name, formula / unit, counted / unit,
+                    formula > 0 ? 100 * (counted / formula - 1) : 0.0);
+    };
+    row("GFLOP (eq. 3; counted from the GEMM calls)", iteration_flops(o), total[0], 1e9);
+    const FormulaBytes formula = formula_bytes(o, grid, total[5]);
+    if (grid.t > 1) {
+        row("MB in tensor groups", formula.layers + formula.vocabulary + formula.gather, total[1], 1e6);
+        std::printf("    %-42s %12.4f\n    %-42s %12.4f\n    %-42s %12.4f\n", "layers: 8 b s h (t-1)/t each (12 recomputing)",
+                    formula.layers / 1e6, "embedding, output layer and loss", formula.vocabulary / 1e6,
+                    "gathering what stages sent (4.1)", formula.gather / 1e6);
+    }
+    if (grid.p > 1) {
+        row("MB in pipeline groups", formula.pipeline, total[2], 1e6);
+        row("MB in embedding groups", formula.embedding, total[4], 1e6);
+    }
+    if (grid.d > 1) row("MB in data groups (tensors padded to 64 bytes)", formula.data, total[3], 1e6);
+
+    const Schedule& schedule = trainer.training.schedule;
+    const int p = grid.p, v = schedule.v, m = schedule.m;
+    std::vector<nlohmann::json> ranks;
+    for (const std::string& text : texts) ranks.push_back(nlohmann::json::parse(text));
+    if (p > 1) {
+        auto facts_of = [&](int rank) -> const nlohmann::json& { return ranks[grid.rank_of(0, 0, rank)]; };
+        double busy_sum = 0, busiest = 0, cpu_total = 0;
+        std::map<std::tuple<int, bool, int, int>, double> cpu;
+        for (int rank = 0; rank < p; ++rank) {
+            double busy = 0;
+            for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+                const Op& op = schedule.ranks[rank][i];
+                busy += cpu[{rank, op.forward, op.microbatch, op.chunk}] = facts_of(rank)["cpu"][i].get<double>();
+            }
+            busy_sum += busy;
+            busiest = std::max(busiest, busy);
+            cpu_total += busy;
+        }
+        if (cpu_total > 0) {
+            const Replay replayed = replay(schedule, trainer.training.program, [&](int rank, const Op& op) {
+                return cpu.at({rank, op.forward, op.microbatch, op.chunk});
+            });
+            std::printf("  %-44s %12.4f %12.4f\n", "bubble / ideal: (p-1)/(v m); CPU times replayed",
+                        bubble_formula(p, v, m), bubble_of(schedule, replayed));
+            std::printf("    %-42s %25.4f\n", "busiest stage / mean (embedding, logits)", busiest * p / busy_sum);
+        }
+        std::vector<PictureRow> rows(p);
+        double first = 1e300;
+        for (int rank = 0; rank < p; ++rank) first = std::min(first, facts_of(rank)["times"][0][0].get<double>());
+        for (int rank = 0; rank < p; ++rank)
+            for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+                const Op& op = schedule.ranks[rank][i];
+                const auto& time = facts_of(rank)["times"][i];
+                rows[rank].push_back({op.forward, op.microbatch, op.chunk, time[0].get<double>() - first,
+                                      time[1].get<double>() - first});
+            }
+        std::printf("  the last iteration as it ran, %.0f ms ('-' forward, '=' backward, '.' idle):\n%s",
+                    1e3 * picture_end(rows),
+                    draw_text(rows, 120 / picture_end(rows), v > 1, isatty(1) != 0).c_str());
+    }
+    double least = 1e300, most = 0, most_predicted = 0, worst = 0;
+    for (const auto& facts_of_rank : ranks) {
+        const double predicted = facts_of_rank["predicted"], actual = facts_of_rank["measured"];
+        least = std::min(least, actual);
+        most = std::max(most, actual);
+        most_predicted = std::max(most_predicted, predicted);
+        worst = std::max(worst, std::abs(actual / predicted - 1));
+    }
+    std::printf("  memory per rank: predicted at most %.1f MB; measured %.1f to %.1f MB (peak less start); largest "
+                "difference %.0f%%\n",
+                most_predicted / 1e6, least / 1e6, most / 1e6, 100 * worst);
+    std::vector<double> seconds = mine.seconds;
+    std::nth_element(seconds.begin(), seconds.begin() + seconds.size() / 2, seconds.end());
+    const double median = seconds[seconds.size() / 2];
+    std::printf("  throughput: %.1f ms per iteration (median), %.0f tokens/s, %.3f TFLOP/s per rank\n", 1e3 * median,
+                double(o.global_batch_size) * double(o.seq_length) / median,
+                iteration_flops(o) / median / grid.world_size / 1e12);
+}
+
 inline void print_plan(const Options& o, const GptConfig& config, const MemoryPlan& memory) {
     std::printf("GPT: %ld layers, hidden %ld, %ld heads, sequence %ld, vocabulary %ld: %ld parameters\n",
                 long(o.num_layers), long(o.hidden_size), long(o.num_attention_heads), long(o.seq_length),
@@ -452,9 +675,10 @@ inline void choose_threads() {
 // Trains, evaluates and generates as the options say. Returns the exit status.
 inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log) {
     const bool prints = grid.world_rank == 0;
-    const double start_bytes = resident_bytes("VmRSS:");
     Device device;
     const GptConfig config = gpt_config(o);
+    print_grid(o, grid, config);
+    const double start_bytes = resident_bytes("VmRSS:");
     Trainer trainer(o, grid, data, device, log);
     const MemoryPlan memory =
         memory_plan(config, trainer.training.schedule, trainer.training.program, grid.t, grid.t_rank, grid.d,
@@ -524,9 +748,8 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
         });
         if (prints) std::printf("\n");
     }
-    if (prints)
-        std::printf("memory of rank 0: predicted %.1f MB, measured %.1f MB (peak less start)\n", memory.total() / 1e6,
-                    (resident_bytes("VmHWM:") - start_bytes) / 1e6);
+    if (!o.trace.empty()) write_trace(o.trace, grid, device.events);
+    print_report(o, grid, trainer, memory.total(), resident_bytes("VmHWM:") - start_bytes);
     return 0;
 }
 
@@ -568,6 +791,7 @@ int main(int argc, char** argv) {
         encode_prompt(data, options);
         if (rank == 0 && !options.dump.empty()) make_directory("--dump", options.dump);
         if (rank == 0 && !options.log_file.empty()) log = LogFile(options.log_file);
+        if (rank == 0 && !options.trace.empty()) check_writable("--trace", options.trace);
     });
     if (ready && !help.empty()) {
         if (rank == 0) std::printf("%s", help.c_str());

@@ -79,14 +79,23 @@ inline double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Something a rank did, for --trace (platform/trace.h). Seconds by now().
+struct TraceEvent {
+    std::string name, category;
+    double start = 0, end = 0;
+};
+
 // A rank's device: one stream for computation, one cuBLAS handle. Counts the floating-point operations of every GEMM
-// (2 M N K each) and, when `profiling`, the seconds spent in each kernel and in the GEMMs (synchronising after each).
+// (2 M N K each); when `profiling`, the seconds spent in each kernel and in the GEMMs (synchronising after each); when
+// `tracing`, the larger operations as events.
 struct Device {
     cudaStream_t stream = nullptr;
     cublasHandle_t blas = nullptr;
     double gemm_flops = 0;
     bool profiling = false;
     std::map<std::string, double> seconds;
+    bool tracing = false;
+    std::vector<TraceEvent> events;
 
     Device() {
         CUDA_CHECK(cudaStreamCreate(&stream));
@@ -113,6 +122,24 @@ struct ProfileScope {
         if (!device.profiling) return;
         cudaStreamSynchronize(device.stream);
         device.seconds[name] += now() - start;
+    }
+};
+
+// Records an event from here to its end when tracing.
+struct TraceScope {
+    Device& device;
+    const bool active;
+    size_t index = 0;
+    TraceScope(Device& device, const char* category, const std::string& name) : device(device), active(device.tracing) {
+        if (!active) return;
+        cudaStreamSynchronize(device.stream);
+        index = device.events.size();
+        device.events.push_back({name, category, now(), 0});
+    }
+    ~TraceScope() {
+        if (!active) return;
+        cudaStreamSynchronize(device.stream);
+        device.events[index].end = now();
     }
 };
 

@@ -291,7 +291,10 @@ inline void validate(Options& o, int64_t ranks) {
     if (!o.schedule.empty()) one_of("--schedule", o.schedule, {"gpipe", "1f1b", "interleaved"});
     if (!o.recompute_granularity.empty()) one_of("--recompute-granularity", o.recompute_granularity, {"full"});
     split_shares(o.split);
-    trace_range(o.trace_iterations);
+    const int64_t last_traced = trace_range(o.trace_iterations).second;
+    if (!o.trace.empty() && last_traced > o.train_iters)
+        throw UserError("--trace-iterations " + o.trace_iterations + " goes beyond --train-iters " +
+                        text(o.train_iters));
 
     const int64_t l = o.num_layers, h = o.hidden_size, a = o.num_attention_heads, s = o.seq_length;
     const int64_t t = o.tensor_model_parallel_size, p = o.pipeline_model_parallel_size;

@@ -1,0 +1,107 @@
+// --trace: what every rank did, as Chrome trace events in one file that Perfetto and chrome://tracing open: one track
+// per rank, clocks aligned.
+//
+// Times are the host's. On a GPU the host waits for the device at both ends of an event while tracing, so that they are
+// the device's too; a traced iteration is then slower than others.
+#pragma once
+
+#include <mpi.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "platform/device.h"
+#include "platform/grid.h"
+
+// Seconds to add to this rank's now() to get rank 0's: 0 on the same host, else half of the quickest of ten round
+// trips. Collective.
+inline double clock_offset() {
+    int rank = 0, ranks = 1;
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    char host[MPI_MAX_PROCESSOR_NAME] = {}, first_host[MPI_MAX_PROCESSOR_NAME] = {};
+    int length = 0;
+    MPI_CHECK(MPI_Get_processor_name(host, &length));
+    std::memcpy(first_host, host, sizeof host);
+    MPI_CHECK(MPI_Bcast(first_host, sizeof first_host, MPI_CHAR, 0, MPI_COMM_WORLD));
+    const int elsewhere = std::strcmp(host, first_host) != 0;
+    std::vector<int> all(ranks);
+    MPI_CHECK(MPI_Allgather(&elsewhere, 1, MPI_INT, all.data(), 1, MPI_INT, MPI_COMM_WORLD));
+    double offset = 0, quickest = 1e300;
+    for (int other = 1; other < ranks; ++other) {
+        if (!all[other]) continue;
+        for (int round = 0; round < 10; ++round) {
+            double theirs = 0;
+            if (rank == 0) {
+                MPI_CHECK(MPI_Recv(&theirs, 1, MPI_DOUBLE, other, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+                theirs = now();
+                MPI_CHECK(MPI_Send(&theirs, 1, MPI_DOUBLE, other, 0, MPI_COMM_WORLD));
+            } else if (rank == other) {
+                const double sent = now();
+                MPI_CHECK(MPI_Send(&sent, 1, MPI_DOUBLE, 0, 0, MPI_COMM_WORLD));
+                MPI_CHECK(MPI_Recv(&theirs, 1, MPI_DOUBLE, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+                const double received = now();
+                if (received - sent < quickest) {
+                    quickest = received - sent;
+                    offset = theirs - (sent + received) / 2;
+                }
+            }
+        }
+    }
+    return offset;
+}
+
+// Every rank's text on rank 0, in rank order. Collective.
+inline std::vector<std::string> gather_texts(const std::string& text) {
+    int rank = 0, ranks = 1;
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    int size = int(text.size());
+    std::vector<int> sizes(ranks), offsets(ranks, 0);
+    MPI_CHECK(MPI_Gather(&size, 1, MPI_INT, sizes.data(), 1, MPI_INT, 0, MPI_COMM_WORLD));
+    for (int i = 1; i < ranks; ++i) offsets[i] = offsets[i - 1] + sizes[i - 1];
+    std::string all(rank == 0 ? size_t(offsets.back() + sizes.back()) : 0, '\0');
+    MPI_CHECK(MPI_Gatherv(text.data(), size, MPI_CHAR, all.data(), sizes.data(), offsets.data(), MPI_CHAR, 0,
+                          MPI_COMM_WORLD));
+    std::vector<std::string> texts;
+    for (int i = 0; i < ranks && rank == 0; ++i) texts.push_back(all.substr(offsets[i], sizes[i]));
+    return texts;
+}
+
+// Writes all ranks' events to `path` from rank 0. Collective. A write that fails ends the job.
+inline void write_trace(const std::string& path, const Grid& grid, const std::vector<TraceEvent>& events) {
+    const double offset = clock_offset();
+    double first = 1e300, start = 0;
+    for (const TraceEvent& event : events) first = std::min(first, event.start + offset);
+    MPI_CHECK(MPI_Allreduce(&first, &start, 1, MPI_DOUBLE, MPI_MIN, MPI_COMM_WORLD));
+    const std::string name = "rank " + std::to_string(grid.world_rank) + " (t " + std::to_string(grid.t_rank) + ", d " +
+                             std::to_string(grid.d_rank) + ", p " + std::to_string(grid.p_rank) + ")";
+    nlohmann::ordered_json list = nlohmann::ordered_json::array();
+    list.push_back({{"ph", "M"},
+                    {"name", "thread_name"},
+                    {"pid", 0},
+                    {"tid", grid.world_rank},
+                    {"args", {{"name", name}}}});
+    for (const TraceEvent& event : events)
+        list.push_back({{"ph", "X"},
+                        {"name", event.name},
+                        {"cat", event.category},
+                        {"pid", 0},
+                        {"tid", grid.world_rank},
+                        {"ts", 1e6 * (event.start + offset - start)},
+                        {"dur", 1e6 * (event.end - event.start)}});
+    const std::string text = list.dump();
+    const std::vector<std::string> texts = gather_texts(text.substr(1, text.size() - 2));
+    if (grid.world_rank != 0) return;
+    std::FILE* file = std::fopen(path.c_str(), "wb");
+    bool ok = file && std::fputs("{\"traceEvents\":[\n", file) >= 0;
+    for (size_t i = 0; i < texts.size(); ++i)
+        ok = ok && std::fprintf(file, "%s%s", i ? ",\n" : "", texts[i].c_str()) >= 0;
+    ok = ok && std::fputs("\n],\"displayTimeUnit\":\"ms\"}\n", file) >= 0;
+    if (file && std::fclose(file) != 0) ok = false;
+    if (!ok) fail(__FILE__, __LINE__, "write to --trace " + path, std::strerror(errno));
+}
