@@ -275,14 +275,14 @@ struct Trainer {
     // Microbatch i, replica r, row j is sample (i d + r) b + j of the batch.
     int64_t first_sample(int64_t microbatch) const { return (microbatch * grid.d + grid.d_rank) * o.micro_batch_size; }
 
-    // Loads the batch whose k-th sample is window window_of(k).
+    // Loads the batch whose k-th sample is window_of(k), s + 1 tokens.
     template <class F>
     void load_batch(F window_of) {
         if (!grid.first_stage() && !grid.last_stage()) return;
         for (int64_t i = 0; i < o.num_microbatches; ++i) {
             std::vector<std::vector<int32_t>> windows;
             for (int64_t j = 0; j < o.micro_batch_size; ++j)
-                windows.push_back(data.window(window_of(first_sample(i) + j)));
+                windows.push_back(window_of(first_sample(i) + j));
             upload_tokens(device, windows, microbatches[i]);
         }
     }
@@ -325,12 +325,20 @@ struct Trainer {
         double loss = 0, gradient_norm = 0, lr = 0, seconds = 0;
     };
 
-    // One iteration. Throws std::runtime_error, on every rank alike, if the loss or the gradient is not finite.
+    // One iteration on the data's next batch.
     Result train_iteration() {
+        const int64_t first = iteration * o.global_batch_size;
+        return train_on([&](int64_t k) { return data.window(data.training_window(first + k)); });
+    }
+
+    // One iteration on the batch whose k-th sample is window_of(k). Throws std::runtime_error, on every rank alike, if
+    // the loss or the gradient is not finite.
+    template <class F>
+    Result train_on(F window_of) {
         const double start = now();
         ++iteration;
         device.tracing = traced.first <= iteration && iteration <= traced.second;
-        load_batch([&](int64_t k) { return data.training_window((iteration - 1) * o.global_batch_size + k); });
+        load_batch(window_of);
         PipelineCallbacks callbacks;
         callbacks.microbatch = [&](int i) { return microbatch(i, true); };
         callbacks.gradient_ready = [&](int chunk, int layer) { reduction.gradient_ready(chunk, layer); };
@@ -385,7 +393,7 @@ struct Trainer {
         double sum = 0;
         for (int64_t first = 0; first < samples; first += B) {
             // The last batch may be short: its remaining rows repeat windows and are not counted
-            load_batch([&](int64_t k) { return data.first_validation + (first + k) % samples; });
+            load_batch([&](int64_t k) { return data.window(data.first_validation + (first + k) % samples); });
             executor.run(evaluation.schedule, evaluation.program, callbacks, false);
             const std::vector<double> losses = gather_losses();
             for (int64_t k = 0; k < B && first + k < samples; ++k) sum += losses[k];

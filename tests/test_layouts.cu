@@ -1,0 +1,501 @@
+// Every layout computes the same run: layouts (p, t, d, v, schedule, b, scatter/gather, recomputation, distributed
+// optimizer) on 1 to 8 ranks against one process, and against values made with Hugging Face GPT-2. One mpirun per
+// world size runs many layouts, each a whole Trainer.
+#define main train_main  // this program's main is the harness's
+#include "train.cu"
+#undef main
+
+#include "tests/bounds.h"
+#include "tests/harness.h"
+
+namespace {
+
+constexpr int kLayers = 24, kBatch = 24, kIterations = 10;
+
+struct Layout {
+    int p = 1, t = 1, d = 1, v = 1;
+    std::string schedule = "1f1b";
+    int b = 1, scatter = 1, recompute = 0, distributed = 0;  // recompute: layers per block
+
+    int ranks() const { return p * t * d; }
+    std::string text() const {
+        std::ostringstream out;
+        out << p << ' ' << t << ' ' << d << ' ' << v << ' ' << schedule << ' ' << b << ' ' << scatter << ' ' << recompute
+            << ' ' << distributed;
+        return out.str();
+    }
+    // Layouts that differ only in p, v, schedule, scatter/gather and recomputation agree bitwise.
+    std::string bitwise_key() const {
+        return "t" + std::to_string(t) + "-d" + std::to_string(d) + "-b" + std::to_string(b) +
+               (distributed && d > 1 ? "-distributed" : "");
+    }
+};
+std::istream& operator>>(std::istream& in, Layout& l) {
+    return in >> l.p >> l.t >> l.d >> l.v >> l.schedule >> l.b >> l.scatter >> l.recompute >> l.distributed;
+}
+
+// Every layout of the test's model on `ranks` ranks.
+std::vector<Layout> all_layouts(int ranks) {
+    std::vector<Layout> list;
+    for (int p = 1; p <= ranks; ++p)
+        for (int t = 1; t <= ranks; ++t) {
+            if (ranks % (p * t) != 0) continue;
+            const int d = ranks / (p * t);
+            for (int v = 1; v <= 3; ++v)
+                for (const char* schedule : {"gpipe", "1f1b", "interleaved"})
+                    for (int b : {1, 2})
+                        for (int scatter : {1, 0})
+                            for (int recompute : {0, 1, 2})
+                                for (int distributed : {0, 1}) {
+                                    const bool interleaved = schedule == std::string("interleaved");
+                                    const int m = kBatch / (b * d);
+                                    if (kLayers % (p * v) != 0 || kBatch % (b * d) != 0 || interleaved != (v > 1) ||
+                                        (v > 1 && (p == 1 || m % p != 0)) || recompute > kLayers / (p * v) ||
+                                        (!scatter && (p == 1 || t == 1)) || (distributed && d == 1) ||
+                                        (p == 1 && schedule != std::string("1f1b")))
+                                        continue;
+                                    list.push_back({p, t, d, v, schedule, b, scatter, recompute, distributed});
+                                }
+        }
+    return list;
+}
+
+// A subset in which every pair of two factors' values that occurs at all occurs: chosen greedily.
+std::vector<Layout> pairwise(const std::vector<Layout>& all) {
+    using Pair = std::tuple<int, int, int, int>;
+    auto pairs_of = [](const Layout& l) {
+        const std::vector<int> values = {l.p, l.t, l.d, l.v, int(l.schedule[0]), l.b, l.scatter, l.recompute,
+                                         l.distributed};
+        std::vector<Pair> pairs;
+        for (size_t i = 0; i < values.size(); ++i)
+            for (size_t j = 0; j < i; ++j) pairs.push_back({int(i), values[i], int(j), values[j]});
+        return pairs;
+    };
+    std::set<Pair> open;
+    for (const Layout& layout : all)
+        for (const Pair& pair : pairs_of(layout)) open.insert(pair);
+    std::vector<Layout> chosen;
+    while (!open.empty()) {
+        const Layout* best = nullptr;
+        int most = 0;
+        for (const Layout& layout : all) {
+            int covers = 0;
+            for (const Pair& pair : pairs_of(layout)) covers += int(open.count(pair));
+            if (covers > most) {
+                most = covers;
+                best = &layout;
+            }
+        }
+        for (const Pair& pair : pairs_of(*best)) open.erase(pair);
+        chosen.push_back(*best);
+    }
+    return chosen;
+}
+
+Options options_of(const Layout& l, const std::string& data, std::vector<std::string> more) {
+    std::vector<std::string> words = {"train", "--data-path", data, "--pp", std::to_string(l.p), "--tp",
+                                      std::to_string(l.t), "--vp", std::to_string(l.v), "--schedule", l.schedule,
+                                      "--micro-batch-size", std::to_string(l.b), "--lr-decay-style", "constant"};
+    if (!l.scatter) words.push_back("--no-scatter-gather-tensors-in-pipeline");
+    if (l.distributed) words.push_back("--use-distributed-optimizer");
+    if (l.recompute)
+        for (const std::string& word :
+             {std::string("--recompute-granularity"), std::string("full"), std::string("--recompute-num-layers"),
+              std::to_string(l.recompute)})
+            words.push_back(word);
+    words.insert(words.end(), more.begin(), more.end());
+    std::vector<const char*> argv;
+    for (const std::string& word : words) argv.push_back(word.c_str());
+    std::string help;
+    Options options = parse_options(int(argv.size()), argv.data(), &help);
+    int ranks = 0;
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    validate(options, ranks);
+    return options;
+}
+
+// The matrix's model: divides by many layouts; 101 tokens, so the vocabulary is padded for t > 1.
+Options matrix_options(const Layout& layout, const std::string& data) {
+    return options_of(layout, data,
+                      {"--num-layers", std::to_string(kLayers), "--hidden-size", "48", "--num-attention-heads", "24",
+                       "--seq-length", "8", "--vocab-size", "101", "--global-batch-size", std::to_string(kBatch),
+                       "--train-iters", std::to_string(kIterations), "--lr", "3e-4", "--lr-warmup-iters", "3"});
+}
+
+// What a run computed: losses and norms of every iteration (both in double), initial and final weights, the last
+// gradients (before clipping).
+struct Outcome {
+    std::vector<double> losses, norms;
+    Tensors initial, weights;
+};
+
+Tensors gather(Trainer& trainer, const float* flat) {
+    Tensors tensors;
+    gather_parameters(trainer.grid, trainer.gpt, flat,
+                      [&](const Parameter& p, const std::vector<float>& values) { tensors[p.name] = values; });
+    return tensors;
+}
+
+uint64_t hash(Device& device, const float* data, size_t count) {
+    uint64_t sum = 1469598103934665603ull;
+    for (float value : to_vector(device, data, count)) {
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        sum = (sum ^ bits) * 1099511628211ull;
+    }
+    return sum;
+}
+
+// Weights bitwise equal across data parallel replicas; the tied embedding bitwise equal on first and last stage.
+void check_replicas(Trainer& trainer) {
+    const Grid& grid = trainer.grid;
+    Device& device = trainer.gpt.device;
+    uint64_t mine[2] = {hash(device, trainer.gpt.weights.data, trainer.gpt.weights.size), 0};
+    for (const Parameter& p : trainer.gpt.parameters)
+        if (p.index == 0) mine[1] = hash(device, trainer.gpt.weights.data + p.offset, p.local_size());
+    std::vector<uint64_t> all(2 * grid.world_size);
+    MPI_CHECK(MPI_Allgather(mine, 2, MPI_UINT64_T, all.data(), 2, MPI_UINT64_T, MPI_COMM_WORLD));
+    for (int d = 0; d < grid.d; ++d) {
+        const int replica = grid.rank_of(grid.t_rank, d, grid.p_rank);
+        REQUIRE(all[2 * replica] == mine[0]);
+        const int first = grid.rank_of(grid.t_rank, d, 0), last = grid.rank_of(grid.t_rank, d, grid.p - 1);
+        REQUIRE(all[2 * first + 1] == all[2 * last + 1]);
+        REQUIRE(all[2 * first + 1] != 0);
+    }
+}
+
+// Counted traffic equals the paper's formulas, and activations in flight the schedule's.
+void check_counts(const Options& o, Trainer& trainer) {
+    const Grid& grid = trainer.grid;
+    double parameters = 0;
+    for (const Parameter& p : trainer.gpt.parameters) parameters += double(p.padded);
+    const double n = double(trainer.measured.iterations);
+    const double local[] = {trainer.measured.bytes.tensor / n, trainer.measured.bytes.pipeline / n,
+                            trainer.measured.bytes.embedding / n, trainer.measured.bytes.data / n, parameters,
+                            trainer.measured.flops / n};
+    double total[6];
+    MPI_CHECK(MPI_Allreduce(local, total, 6, MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD));
+    const FormulaBytes formula = formula_bytes(o, grid, total[4]);
+    REQUIRE(total[0] == doctest::Approx(formula.layers + formula.vocabulary + formula.gather).epsilon(1e-12));
+    REQUIRE(total[1] == doctest::Approx(formula.pipeline).epsilon(1e-12));
+    REQUIRE(total[2] == doctest::Approx(formula.embedding).epsilon(1e-12));
+    if (o.use_distributed_optimizer)
+        REQUIRE(total[3] == doctest::Approx(formula.data).epsilon(1e-12));
+    else  // a bucket is cut evenly over d, its padding goes with it
+        REQUIRE(total[3] == doctest::Approx(formula.data).epsilon(1e-3));
+    // The padded vocabulary is computed too
+    Options padded = o;
+    padded.vocab_size = (o.vocab_size + grid.t - 1) / grid.t * grid.t;
+    REQUIRE(total[5] == doctest::Approx(iteration_flops(padded)).epsilon(1e-12));
+    REQUIRE(trainer.executor.peak_slots ==
+            in_flight_formula(schedule_kind(o), grid.p, grid.p_rank, int(o.virtual_pipeline_size),
+                              int(o.num_microbatches)));
+    REQUIRE(trainer.executor.peak_slots == pipeline_needs(trainer.training.schedule, trainer.training.program,
+                                                          grid.p_rank).slots);
+}
+
+Outcome run_layout(const Layout& layout, const std::string& data_path) {
+    Options o = matrix_options(layout, data_path);
+    const auto grid = make_grid(layout.t, layout.d, layout.p);
+    const Dataset data = open_dataset(o);
+    Device device;
+    LogFile log;
+    Trainer trainer(o, *grid, data, device, log);
+    Outcome outcome;
+    outcome.initial = gather(trainer, trainer.gpt.weights.data);
+    for (int i = 0; i < kIterations; ++i) {
+        const Trainer::Result result = trainer.train_iteration();
+        outcome.losses.push_back(result.loss);
+        outcome.norms.push_back(result.gradient_norm);
+        check_replicas(trainer);
+    }
+    check_counts(o, trainer);
+    outcome.weights = gather(trainer, trainer.gpt.weights.data);
+    return outcome;
+}
+
+void save(const std::string& path, const Outcome& outcome) {
+    SafeTensorsWriter writer;
+    writer.add("losses", {int64_t(outcome.losses.size())}, outcome.losses);
+    writer.add("norms", {int64_t(outcome.norms.size())}, outcome.norms);
+    for (const auto& [name, values] : outcome.initial) writer.add("initial " + name, {int64_t(values.size())}, values);
+    for (const auto& [name, values] : outcome.weights) writer.add("weight " + name, {int64_t(values.size())}, values);
+    writer.write(path);
+}
+Outcome load(const std::string& path) {
+    const SafeTensorsFile file(path);
+    Outcome outcome;
+    auto doubles = [&](const char* name) {
+        const SafeTensor& tensor = file.at(name);
+        std::vector<double> values(tensor.bytes / sizeof(double));
+        std::memcpy(values.data(), tensor.data, tensor.bytes);
+        return values;
+    };
+    outcome.losses = doubles("losses");
+    outcome.norms = doubles("norms");
+    for (const auto& [name, tensor] : file.tensors) {
+        if (name.rfind("initial ", 0) == 0) outcome.initial[name.substr(8)] = tensor.floats();
+        if (name.rfind("weight ", 0) == 0) outcome.weights[name.substr(7)] = tensor.floats();
+    }
+    return outcome;
+}
+
+bool bitwise_equal(const Tensors& x, const Tensors& y) {
+    if (x.size() != y.size()) return false;
+    for (const auto& [name, values] : x) {
+        const auto found = y.find(name);
+        if (found == y.end() || found->second.size() != values.size() ||
+            std::memcmp(found->second.data(), values.data(), values.size() * sizeof(float)) != 0)
+            return false;
+    }
+    return true;
+}
+
+void make_text(const std::string& path) {
+    std::string text;
+    for (int i = 0; i < 8 * 400 + 1; ++i) text += char(philox(i, 1, 2, 3, 4).word[0] % 101);
+    write_file(path, text);
+}
+
+}  // namespace
+
+// Runs the layouts in $PTDP_DIR/layouts on this world. The first outcome of a bitwise key is kept in a file; layouts of
+// the same key, in this or a later world, must equal it bitwise; all must be within bounds of one process.
+TEST_CASE("worker: layouts" * doctest::skip()) {
+    const std::string dir = std::getenv("PTDP_DIR");
+    std::ifstream list(dir + "/layouts");
+    choose_threads();
+    int rank = 0, ranks = 0;
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    double worst_loss = 0, worst_norm = 0, worst_weight = 0;
+    int count = 0, bitwise = 0;
+    for (Layout layout; list >> layout;) {
+        if (layout.ranks() != ranks) continue;
+        CAPTURE(layout.text());
+        const double start = now();
+        const Outcome outcome = run_layout(layout, dir + "/text");
+        ++count;
+        if (std::getenv("PTDP_VERBOSE") && rank == 0) std::printf("%s: %.1f s\n", layout.text().c_str(), now() - start);
+        if (rank != 0) continue;
+        const std::string reference = dir + "/reference", same = dir + "/" + layout.bitwise_key();
+        if (access(reference.c_str(), R_OK) != 0) save(reference, outcome);
+        const Outcome expected = load(reference);
+        REQUIRE(bitwise_equal(outcome.initial, expected.initial));
+        REQUIRE(outcome.losses.size() == expected.losses.size());
+        for (int i = 0; i < kIterations; ++i) {
+            worst_loss = std::max(worst_loss, relative_difference(outcome.losses[i], expected.losses[i]));
+            worst_norm = std::max(worst_norm, relative_difference(outcome.norms[i], expected.norms[i]));
+        }
+        worst_weight = std::max(worst_weight, worst_difference(outcome.weights, expected.weights, 2 * 3e-4 * kIterations));
+        CHECK(worst_loss <= kLossBound);
+        CHECK(worst_norm <= kNormBound);
+        CHECK(worst_weight <= 1);
+        if (access(same.c_str(), R_OK) != 0) {
+            save(same, outcome);
+        } else {
+            const Outcome twin = load(same);
+            CHECK(outcome.losses == twin.losses);
+            CHECK(outcome.norms == twin.norms);
+            CHECK(bitwise_equal(outcome.weights, twin.weights));
+            ++bitwise;
+        }
+    }
+    if (rank == 0)
+        std::printf("%d ranks: %d layouts (%d compared bitwise); largest differences from one process: loss %.2g, norm %.2g "
+                    "(relative), weights %.2g of the bound\n",
+                    ranks, count, bitwise, worst_loss, worst_norm, worst_weight);
+    CHECK(count > 0);
+}
+
+namespace {
+void run_worlds(const TempDir& dir, const std::vector<Layout>& layouts, int limit,
+                const std::vector<std::string>& environment = {}) {
+    std::string list;
+    std::set<int> worlds;
+    for (const Layout& layout : layouts) {
+        list += layout.text() + "\n";
+        worlds.insert(layout.ranks());
+    }
+    write_file(dir.file("layouts"), list);
+    std::vector<std::string> with_dir = environment;
+    with_dir.push_back("PTDP_DIR=" + dir.path.string());
+    for (int ranks : worlds) {
+        CAPTURE(ranks);
+        const RunResult result = mpirun_self(ranks, "worker: layouts", with_dir, limit);
+        CHECK_MESSAGE(result.status == 0, result.output);
+        const size_t at = result.output.find(" ranks: ");
+        if (at != std::string::npos)
+            std::printf("%s\n", result.output.substr(at - 1, result.output.find('\n', at) - at + 1).c_str());
+    }
+}
+}  // namespace
+
+TEST_CASE("the layout matrix: every layout computes the run of one process") {
+    TempDir dir;
+    make_text(dir.file("text"));
+    std::vector<Layout> all;
+    for (int ranks : {1, 2, 3, 4, 6, 8})
+        for (const Layout& layout : all_layouts(ranks)) all.push_back(layout);
+    std::vector<Layout> chosen = full_tests() ? all : pairwise(all);
+    // One process first, and for every (t, d, b) the layout without a pipeline that others must equal bitwise
+    std::vector<Layout> base = {Layout{}};
+    for (const Layout& layout : chosen) {
+        Layout flat = layout;
+        flat.p = flat.v = flat.scatter = 1;
+        flat.schedule = "1f1b";
+        flat.recompute = 0;
+        base.push_back(flat);
+    }
+    std::vector<Layout> list;
+    std::set<std::string> seen;
+    for (const auto* layouts : {&base, &chosen})
+        for (const Layout& layout : *layouts)
+            if (seen.insert(layout.text()).second) list.push_back(layout);
+    std::printf("the layout matrix: %zu of %zu layouts, and %zu to compare with\n", chosen.size(), all.size(),
+                list.size() - chosen.size());
+    std::fflush(stdout);
+    run_worlds(dir, list, full_tests() ? 3000 : 400);
+}
+
+TEST_CASE("no hang and no difference with random delays and with messages that block") {
+    TempDir dir;
+    make_text(dir.file("text"));
+    run_worlds(dir, {Layout{}, {1, 2, 1, 1, "1f1b", 1, 1, 0, 0}}, 120);
+    const std::vector<Layout> layouts = {{2, 1, 1, 1, "1f1b", 1, 1, 0, 0}, {2, 2, 1, 3, "interleaved", 1, 1, 0, 0},
+                                         {4, 1, 1, 2, "interleaved", 1, 1, 0, 0}, {3, 1, 1, 1, "gpipe", 1, 1, 0, 0}};
+    for (int seed = 1; seed <= (full_tests() ? 50 : 5); ++seed)
+        for (const char* rendezvous : {"0", "1"}) {
+            CAPTURE(seed);
+            CAPTURE(rendezvous);
+            std::vector<Layout> one = {layouts[seed % layouts.size()]};
+            run_worlds(dir, one, 120,
+                       {"PTDP_DELAY_SEED=" + std::to_string(seed), std::string("PTDP_RENDEZVOUS=") + rendezvous});
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Values made with Hugging Face GPT-2 in float64 (tests/golden)
+
+TEST_CASE("worker: golden" * doctest::skip()) {
+    choose_threads();
+    std::istringstream words(std::getenv("PTDP_LAYOUT"));
+    Layout layout;
+    std::string path;
+    words >> layout >> path;
+    const SafeTensorsFile file(path);
+    auto number = [&](const char* name) { return nlohmann::json::parse(file.metadata.at(name)); };
+    auto text = [&](const char* name) { return number(name).dump(); };
+    const std::string data_path = std::string(std::getenv("PTDP_DIR")) + "/text";
+    Options o = options_of(layout, data_path,
+                                 {"--num-layers", text("layers"), "--hidden-size", text("hidden"),
+                                  "--num-attention-heads", text("heads"), "--seq-length", text("sequence"),
+                                  "--vocab-size", text("vocab"), "--global-batch-size", text("batch"), "--lr", "3e-4",
+                                  "--hidden-dropout", "0", "--attention-dropout", "0", "--weight-decay", "0.01"});
+    const auto grid = make_grid(layout.t, layout.d, layout.p);
+    const Dataset data = open_dataset(o);
+    Device device;
+    LogFile log;
+    Trainer trainer(o, *grid, data, device, log);
+    Gpt& gpt = trainer.gpt;
+
+    std::vector<size_t> offsets = {0};
+    for (const Parameter& p : gpt_parameters(gpt.config)) offsets.push_back(offsets.back() + p.rows * p.cols);
+    auto tensors_of = [&](const char* name) {
+        const std::vector<float> flat = file.at(name).floats();
+        REQUIRE(flat.size() == offsets.back());
+        Tensors tensors;
+        for (const Parameter& p : gpt_parameters(gpt.config))
+            tensors[p.name].assign(flat.begin() + offsets[p.index], flat.begin() + offsets[p.index + 1]);
+        return tensors;
+    };
+    const Tensors weights = tensors_of("weight"), gradients = tensors_of("grad"), after = tensors_of("after");
+    for (const Parameter& p : gpt.parameters) {
+        const std::vector<float>& whole = weights.at(p.name);
+        std::vector<float> slice(p.local_size(), 0.0f);
+        for (int64_t r = 0; r < p.local_rows && p.first_row + r < p.rows; ++r)
+            for (int64_t c = 0; c < p.local_cols; ++c)
+                slice[r * p.local_cols + c] = whole[(p.first_row + r) * p.cols + p.global_column(c)];
+        to_device(device, gpt.weights.data + p.offset, slice.data(), slice.size());
+    }
+    const std::vector<int32_t> tokens = file.at("tokens").ints();
+    const int64_t s = o.seq_length, b = o.micro_batch_size, V = o.vocab_size;
+    auto window = [&](int64_t k) {
+        return std::vector<int32_t>(tokens.begin() + k * (s + 1), tokens.begin() + (k + 1) * (s + 1));
+    };
+
+    // Logits of every microbatch
+    const std::vector<float> logits = file.at("logits").floats();
+    double largest = 0, worst_logit = 0;
+    for (float x : logits) largest = std::max(largest, double(std::abs(x)));
+    int64_t rows_checked = 0;
+    const int64_t columns = gpt.shape.local_vocab;
+    DeviceBuffer<float> all(grid->t * s * b * columns);
+    trainer.load_batch(window);
+    PipelineCallbacks callbacks;
+    callbacks.microbatch = [&](int i) { return trainer.microbatch(i, false); };
+    callbacks.head = [&](const Microbatch& mb, float* x) {
+        head_forward(trainer.gpt, x, mb.rows());
+        all_gather(device, trainer.gpt.tensor, gpt.work.logits, all.data, mb.rows() * columns);
+        const std::vector<float> ours = to_vector(device, all.data, all.size);
+        for (int64_t row = 0; row < mb.rows(); ++row, ++rows_checked)
+            for (int64_t token = 0; token < V; ++token) {
+                const float x_ours = ours[(token / columns * mb.rows() + row) * columns + token % columns];
+                const float x_theirs = logits[((mb.first_sample + row % b) * s + row / b) * V + token];
+                worst_logit = std::max(worst_logit, double(std::abs(x_ours - x_theirs)));
+            }
+    };
+    trainer.executor.run(trainer.evaluation.schedule, trainer.evaluation.program, callbacks, false);
+    if (grid->last_stage()) {
+        CHECK(rows_checked == o.num_microbatches * s * b);
+        CHECK(worst_logit <= kLogitBound * largest);
+    }
+
+    // Losses and norms of five steps, the first gradient, the weights at the end
+    const nlohmann::json losses = number("losses"), norms = number("grad_norms");
+    for (int step = 0; step < number("steps").get<int>(); ++step) {
+        o.dump = step == 0 ? std::getenv("PTDP_DIR") : "";  // the trainer dumps at the last iteration
+        o.train_iters = step == 0 ? 1 : 100;
+        const Trainer::Result result = trainer.train_on(window);
+        CHECK(relative_difference(result.loss, losses[step]) <= kLossBound);
+        CHECK(relative_difference(result.gradient_norm, norms[step]) <= kNormBound);
+    }
+    const Tensors ours = gather(trainer, gpt.weights.data);
+    if (grid->world_rank == 0) {
+        CHECK(worst_difference(ours, after, 2 * 3e-4 * 5) <= 1);
+        const SafeTensorsFile dumped(std::string(std::getenv("PTDP_DIR")) + "/dump.safetensors");
+        Tensors dumped_gradients;
+        for (const auto& [name, values] : gradients) dumped_gradients[name] = dumped.at("gradient." + name).floats();
+        CHECK(worst_difference(dumped_gradients, gradients, 0) <= 1);
+    }
+}
+
+namespace {
+void check_golden(const std::string& file, const Layout& layout) {
+    TempDir dir;
+    make_text(dir.file("text"));
+    CAPTURE(layout.text());
+    const RunResult result = mpirun_self(
+        layout.ranks(), "worker: golden",
+        {"PTDP_DIR=" + dir.path.string(), "PTDP_LAYOUT=" + layout.text() + " tests/golden/" + file}, 120);
+    CHECK_MESSAGE(result.status == 0, result.output);
+}
+}  // namespace
+
+TEST_CASE("Hugging Face GPT-2's values, small model, one process") {
+    for (int b : {1, 3}) check_golden("small.safetensors", {1, 1, 1, 1, "1f1b", b, 1, 0, 0});
+}
+TEST_CASE("Hugging Face GPT-2's values, wide model, t = 1, 2, 3, 4, 6, 8") {
+    for (int t : {1, 2, 3, 4, 6, 8}) check_golden("wide.safetensors", {1, t, 1, 1, "1f1b", 4, 1, 0, 0});
+}
+TEST_CASE("Hugging Face GPT-2's values, wide model, composed layouts") {
+    for (const Layout& layout : std::vector<Layout>{{2, 1, 1, 1, "1f1b", 1, 1, 0, 0},
+                                                    {2, 1, 1, 2, "interleaved", 1, 1, 0, 0},
+                                                    {4, 1, 1, 1, "gpipe", 2, 1, 0, 0},
+                                                    {1, 1, 4, 1, "1f1b", 1, 1, 0, 1},
+                                                    {2, 2, 2, 2, "interleaved", 1, 1, 1, 1},
+                                                    {2, 2, 2, 1, "1f1b", 2, 0, 0, 0},
+                                                    {4, 2, 1, 2, "interleaved", 1, 1, 2, 0},
+                                                    {2, 3, 1, 1, "1f1b", 1, 1, 0, 0}})
+        check_golden("wide.safetensors", layout);
+}
