@@ -2,7 +2,6 @@
 # make run       installs what is missing, builds, and trains a GPT on real text (DATA=file: on yours)
 # make test      installs what is missing, builds and runs every test
 # make test-full the same with the exhaustive matrices
-# make bench     speed: medians, and ratios taken in one run
 # make cuda      the same sources with nvcc: build/cuda/train, plan and the tests
 # make deps      installs what is missing, with apt
 # make clean     removes what make has built
@@ -57,9 +56,6 @@ $(BUILD)/%: %.cu $(HEADERS) Makefile
 $(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
-$(BUILD)/bench: bench/bench.cu $(HEADERS) Makefile
-	@mkdir -p $(@D)
-	$(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
 
 # The King James text: one verse a line, from Debian's `bible` program
 build/data/kjv.txt:
@@ -77,10 +73,6 @@ test: deps
 test-full: export PTDP_FULL = 1
 test-full: test
 build-tests: train plan $(TESTS)
-
-bench: deps
-	@$(MAKE) --no-print-directory train plan $(BUILD)/bench
-	@$(BUILD)/bench
 
 # One binary for every architecture of ours that this nvcc knows
 NVCC      = nvcc
@@ -100,5 +92,5 @@ build/cuda/test_%: tests/test_%.cu $(HEADERS) Makefile
 clean:
 	rm -rf build train plan
 
-.PHONY: all help deps run test test-full build-tests bench cuda clean
+.PHONY: all help deps run test test-full build-tests cuda clean
 .DELETE_ON_ERROR:
