@@ -495,7 +495,7 @@ TEST_CASE("Hugging Face GPT-2's values, wide model, composed layouts") {
                                                     {1, 1, 4, 1, "1f1b", 1, 1, 0, 1},
                                                     {2, 2, 2, 2, "interleaved", 1, 1, 1, 1},
                                                     {2, 2, 2, 1, "1f1b", 2, 0, 0, 0},
-                                                    {4, 2, 1, 2, "interleaved", 1, 1, 2, 0},
+                                                    {4, 2, 1, 2, "interleaved", 1, 1, 1, 0},
                                                     {2, 3, 1, 1, "1f1b", 1, 1, 0, 0}})
         check_golden("wide.safetensors", layout);
 }
