@@ -74,9 +74,10 @@ test-full: export PTDP_FULL = 1
 test-full: test
 build-tests: train plan $(TESTS)
 
-# One binary for every architecture of ours that this nvcc knows
+# One binary for every architecture of ours that this nvcc knows. A comma would end an argument of $(if).
+comma    := ,
 NVCC      = nvcc
-CUDA_ARCH = $(foreach arch,80 90 100,$(if $(findstring compute_$(arch),$(shell $(NVCC) --list-gpu-arch 2>/dev/null)),-gencode arch=compute_$(arch),code=sm_$(arch)))
+CUDA_ARCH = $(foreach arch,80 90 100,$(if $(findstring compute_$(arch),$(shell $(NVCC) --list-gpu-arch 2>/dev/null)),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)))
 NVCCFLAGS = -std=c++17 -O3 --extended-lambda -Xcompiler -Wall,-Wextra -I. $(MPI_INCLUDES)
 CUDA_LIBRARIES = -lcublas -lnccl $(filter -L% -l%,$(MPI_LIBRARIES))
 cuda:

@@ -33,7 +33,8 @@ double gelu_slope(double z) {
 
 TEST_CASE("layernorm: forward and backward against double loops") {
     TestDevice device;
-    for (auto [rows, h] : kSizes) {
+    for (const auto& size : kSizes) {
+        const int rows = size.first, h = size.second;
         CAPTURE(rows);
         CAPTURE(h);
         const auto x = device.random(rows * h, 1), gamma = device.random(h, 2), beta = device.random(h, 3),
@@ -84,7 +85,8 @@ TEST_CASE("layernorm: forward and backward against double loops") {
 
 TEST_CASE("bias and GeLU: forward and backward against double loops") {
     TestDevice device;
-    for (auto [rows, n] : kSizes) {
+    for (const auto& size : kSizes) {
+        const int rows = size.first, n = size.second;
         CAPTURE(rows);
         CAPTURE(n);
         const auto x = device.random(rows * n, 1, 6.0), bias = device.random(n, 2), dy = device.random(rows * n, 3);
@@ -118,7 +120,8 @@ TEST_CASE("bias and GeLU: forward and backward against double loops") {
 
 TEST_CASE("bias sums, bias addition and chunk sums are exact on integers") {
     TestDevice device;
-    for (auto [rows, n] : kSizes) {
+    for (const auto& size : kSizes) {
+        const int rows = size.first, n = size.second;
         CAPTURE(rows);
         CAPTURE(n);
         const auto dy = device.integers(rows * n, 1), bias = device.integers(n, 2);
