@@ -25,11 +25,19 @@
 #include "gpt.cu"
 #include "platform/device.h"
 #include "platform/grid.h"
+#include "platform/picture.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Schedules
 
 enum class ScheduleKind { gpipe, one_f_one_b, interleaved };
+
+// Of --schedule, one of gpipe, 1f1b, interleaved.
+inline ScheduleKind schedule_kind(const std::string& name) {
+    return name == "gpipe"  ? ScheduleKind::gpipe
+           : name == "1f1b" ? ScheduleKind::one_f_one_b
+                            : ScheduleKind::interleaved;
+}
 
 struct Op {
     bool forward = true;
@@ -95,6 +103,17 @@ inline OpCost uniform_cost(double forward, double backward) {
 struct Interval {
     double start = 0, end = 0;
 };
+
+// The lists of all ranks as a picture, given when each operation ran (per rank, in list order).
+inline std::vector<PictureRow> picture_rows(const Schedule& schedule, const std::vector<std::vector<Interval>>& times) {
+    std::vector<PictureRow> rows(schedule.p);
+    for (int rank = 0; rank < schedule.p; ++rank)
+        for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+            const Op& op = schedule.ranks[rank][i];
+            rows[rank].push_back({op.forward, op.microbatch, op.chunk, times[rank][i].start, times[rank][i].end});
+        }
+    return rows;
+}
 
 // When each operation of each rank runs if it starts as soon as its rank is free and its input is made; messages take
 // no time. Throws std::logic_error if the lists wait for each other.
@@ -630,13 +649,15 @@ struct PipelineExecutor {
                 continue;
             }
             if (step.exchange >= 0) {
-                TraceScope trace(gpt.device, "wait", "wait for exchange " + std::to_string(step.exchange));
+                TraceScope trace(gpt.device, "wait",
+                                 [&] { return "wait for exchange " + std::to_string(step.exchange); });
                 CUDA_CHECK(cudaStreamWaitEvent(gpt.device.stream, exchange_done[step.exchange], 0));
             }
             OpRecord record{step.op, now(), 0, busy_cpu_seconds()};
-            TraceScope trace(gpt.device, step.op.forward ? "forward" : "backward",
-                             (step.op.forward ? "forward " : "backward ") + std::to_string(step.op.microbatch) +
-                                 ", chunk " + std::to_string(step.op.chunk));
+            TraceScope trace(gpt.device, step.op.forward ? "forward" : "backward", [&] {
+                return (step.op.forward ? "forward " : "backward ") + std::to_string(step.op.microbatch) + ", chunk " +
+                       std::to_string(step.op.chunk);
+            });
             if (step.op.forward)
                 forward(schedule, step, state, callbacks);
             else
@@ -735,7 +756,7 @@ struct PipelineExecutor {
     // This rank's part of an exchange: one group on the exchange stream, which waits for the operation that produced
     // what it sends, and for whoever used the buffers it receives into.
     void exchange(const Program& program, const Step& step, Run& state, const PipelineCallbacks& callbacks) {
-        TraceScope trace(gpt.device, "exchange", "issue exchange " + std::to_string(step.exchange));
+        TraceScope trace(gpt.device, "exchange", [&] { return "issue exchange " + std::to_string(step.exchange); });
         if (step.produces) CUDA_CHECK(cudaStreamWaitEvent(exchange_stream, op_done[state.ops - 1], 0));
         const std::vector<Message>& messages = program.exchanges[step.exchange].messages;
         const int rank = grid.p_rank;

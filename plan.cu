@@ -9,17 +9,18 @@
 #include <fstream>
 
 #include "pipeline.cu"
+#include "platform/options.h"
 #include "platform/picture.h"
 
 struct PlanOptions {
     bool draw_schedule = false;
-    std::string schedule;       // default: interleaved if v > 1, else 1f1b
-    int64_t p = 4, v = 1;       // pipeline ranks, model chunks per rank
-    int64_t m = 8;              // microbatches
-    double forward_time = 1;    // of a microbatch on one device: all its chunks
-    double backward_time = 0;   // 0: twice the forward's
-    std::string svg;            // file
-    std::string color = "auto"; // auto, always or never
+    std::string schedule;        // default: interleaved if v > 1, else 1f1b
+    int64_t p = 4, v = 1;        // pipeline ranks, model chunks per rank
+    int64_t m = 8;               // microbatches
+    double forward_time = 1;     // of a microbatch on one device: all its chunks
+    double backward_time = 0;    // 0: twice the forward's
+    std::string svg;             // file
+    std::string color = "auto";  // auto, always or never
 };
 
 inline void add_options(CLI::App& app, PlanOptions& o) {
@@ -37,54 +38,32 @@ inline void add_options(CLI::App& app, PlanOptions& o) {
 
 // Checks the options and fills in what follows from them. Throws UserError.
 inline void validate(PlanOptions& o) {
-    auto text = [](int64_t value) { return std::to_string(value); };
-    auto in_range = [&](const char* flag, int64_t value, int64_t high) {
-        if (value < 1 || value > high)
-            throw UserError(std::string(flag) + " is " + text(value) + ": it must be from 1 to " + text(high));
-    };
-    in_range("--pipeline-model-parallel-size", o.p, 256);
-    in_range("--virtual-pipeline-size", o.v, 64);
-    in_range("--microbatches", o.m, 4096);
+    using namespace options_detail;
+    in_range("--pipeline-model-parallel-size", o.p, 1, 256);
+    in_range("--virtual-pipeline-size", o.v, 1, 64);
+    in_range("--microbatches", o.m, 1, 4096);
     if (!(o.forward_time > 0 && o.forward_time < 1e9))
         throw UserError("--forward-time is " + std::to_string(o.forward_time) + ": it must be above 0");
     if (!(o.backward_time >= 0 && o.backward_time < 1e9))
         throw UserError("--backward-time is " + std::to_string(o.backward_time) + ": it must be 0 or above");
     if (o.backward_time == 0) o.backward_time = 2 * o.forward_time;
-    if (o.schedule.empty()) o.schedule = o.v > 1 ? "interleaved" : "1f1b";
-    if (o.schedule != "gpipe" && o.schedule != "1f1b" && o.schedule != "interleaved")
-        throw UserError("--schedule is \"" + o.schedule + "\": it must be one of gpipe, 1f1b, interleaved");
-    if (o.color != "auto" && o.color != "always" && o.color != "never")
-        throw UserError("--color is \"" + o.color + "\": it must be one of auto, always, never");
+    if (!o.schedule.empty()) one_of("--schedule", o.schedule, kSchedules);
+    one_of("--color", o.color, {"auto", "always", "never"});
     if (o.v > 1 && o.p == 1)
         throw UserError("--virtual-pipeline-size " + text(o.v) +
                         " needs a pipeline, but --pipeline-model-parallel-size is 1: use 2 or more");
-    if (o.v > 1 && o.schedule != "interleaved")
-        throw UserError("--schedule " + o.schedule + " has one model chunk per rank, but --virtual-pipeline-size is " +
-                        text(o.v) + ": use --schedule interleaved or --virtual-pipeline-size 1");
-    if (o.v == 1 && o.schedule == "interleaved")
-        throw UserError("--schedule interleaved needs --virtual-pipeline-size 2 or more, but it is 1: that is "
-                        "--schedule 1f1b");
+    choose_schedule(o.schedule, o.v);
     if (o.v > 1 && o.m % o.p != 0)
         throw UserError("--microbatches " + text(o.m) + " is not a multiple of --pipeline-model-parallel-size " +
                         text(o.p) + ", as --schedule interleaved needs: nearest valid numbers are " +
-                        (o.m > o.p ? text(o.m / o.p * o.p) + " or " : "") + text((o.m / o.p + 1) * o.p));
+                        nearest_multiples(o.m, o.p));
 }
 
 inline void draw_schedule(const PlanOptions& o) {
-    const ScheduleKind kind = o.schedule == "gpipe"  ? ScheduleKind::gpipe
-                              : o.schedule == "1f1b" ? ScheduleKind::one_f_one_b
-                                                     : ScheduleKind::interleaved;
     const int p = int(o.p), v = int(o.v), m = int(o.m);
-    const Schedule schedule = make_schedule(kind, p, v, m);
-    const Replay replayed =
-        replay(schedule, compile(schedule), uniform_cost(o.forward_time / v, o.backward_time / v));
-    std::vector<PictureRow> rows(p);
-    for (int rank = 0; rank < p; ++rank)
-        for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
-            const Op& op = schedule.ranks[rank][i];
-            const Interval& time = replayed.ops[rank][i];
-            rows[rank].push_back({op.forward, op.microbatch, op.chunk, time.start, time.end});
-        }
+    const Schedule schedule = make_schedule(schedule_kind(o.schedule), p, v, m);
+    const Replay replayed = replay(schedule, compile(schedule), uniform_cost(o.forward_time / v, o.backward_time / v));
+    const std::vector<PictureRow> rows = picture_rows(schedule, replayed.ops);
     char title[256];
     std::snprintf(title, sizeof title, "%s: p = %d, v = %d, m = %d, t_f = %g, t_b = %g", o.schedule.c_str(), p, v, m,
                   o.forward_time, o.backward_time);
@@ -97,8 +76,7 @@ inline void draw_schedule(const PlanOptions& o) {
     const bool colour = o.color == "always" || (o.color == "auto" && isatty(1));
     std::printf("%s\n%s", title, draw_text(rows, readable_scale(rows, v > 1), v > 1, colour).c_str());
     if (!colour)
-        std::printf("(microbatch%s; '-' forward, '=' backward, '.' bubble)\n",
-                    v > 1 ? " and chunk, a, b, ..." : "");
+        std::printf("(microbatch%s; '-' forward, '=' backward, '.' bubble)\n", v > 1 ? " and chunk, a, b, ..." : "");
     std::printf("bubble / ideal time: %.6f replayed, (p - 1) / (v m) = %.6f by the formula\n",
                 bubble_of(schedule, replayed), bubble_formula(p, v, m));
     std::printf("chunk activations in flight, at most, per device:");

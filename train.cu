@@ -179,11 +179,6 @@ inline GptConfig gpt_config(const Options& o) {
     config.seed = o.seed;
     return config;
 }
-inline ScheduleKind schedule_kind(const Options& o) {
-    return o.schedule == "gpipe"  ? ScheduleKind::gpipe
-           : o.schedule == "1f1b" ? ScheduleKind::one_f_one_b
-                                  : ScheduleKind::interleaved;
-}
 inline Decay decay_of(const Options& o) {
     return o.lr_decay_style == "constant" ? Decay::constant
            : o.lr_decay_style == "linear" ? Decay::linear
@@ -200,8 +195,8 @@ struct Plan {
     explicit Plan(Schedule made) : schedule(std::move(made)), program(compile(schedule)) {}
 };
 inline Plan training_plan(const Options& o) {
-    return Plan(make_schedule(schedule_kind(o), int(o.pipeline_model_parallel_size), int(o.virtual_pipeline_size),
-                              int(o.num_microbatches)));
+    return Plan(make_schedule(schedule_kind(o.schedule), int(o.pipeline_model_parallel_size),
+                              int(o.virtual_pipeline_size), int(o.num_microbatches)));
 }
 // One sequence through all stages, for generation.
 inline Plan single_plan(const Options& o) {
@@ -225,12 +220,13 @@ struct GroupBytes {
 
 // What this rank has measured over the training iterations, for the report at the end.
 struct Measured {
-    int64_t iterations = 0;
-    double flops = 0;              // of GEMMs
-    GroupBytes bytes;              // of forward, backward, gradient reduction and the optimizer's weights
-    std::vector<double> op_cpu;    // seconds per operation of the schedule, in its order, summed over iterations
-    std::vector<double> seconds;   // per iteration
-    std::vector<OpRecord> last;    // of the last iteration
+    double flops = 0;             // of GEMMs
+    GroupBytes bytes;             // of forward, backward, gradient reduction and the optimizer's weights
+    std::vector<double> op_cpu;   // seconds per operation of the schedule, in its order, summed over iterations
+    std::vector<double> seconds;  // per iteration
+    std::vector<OpRecord> last;   // of the last iteration
+
+    size_t iterations() const { return seconds.size(); }
 };
 
 struct Trainer {
@@ -281,8 +277,7 @@ struct Trainer {
         if (!grid.first_stage() && !grid.last_stage()) return;
         for (int64_t i = 0; i < o.num_microbatches; ++i) {
             std::vector<std::vector<int32_t>> windows;
-            for (int64_t j = 0; j < o.micro_batch_size; ++j)
-                windows.push_back(window_of(first_sample(i) + j));
+            for (int64_t j = 0; j < o.micro_batch_size; ++j) windows.push_back(window_of(first_sample(i) + j));
             upload_tokens(device, windows, microbatches[i]);
         }
     }
@@ -346,7 +341,7 @@ struct Trainer {
         measured.bytes.add(grid, -1);
         executor.run(training.schedule, training.program, callbacks, true);
         {
-            TraceScope trace(device, "reduction", "last gradients");
+            TraceScope trace(device, "reduction", [] { return "last gradients"; });
             reduction.finish();
         }
         measured.bytes.add(grid, 1);
@@ -373,7 +368,7 @@ struct Trainer {
         }
         measured.bytes.add(grid, -1);
         {
-            TraceScope trace(device, "optimizer", "optimizer");
+            TraceScope trace(device, "optimizer", [] { return "optimizer"; });
             optimizer.step(result.gradient_norm, result.lr);
         }
         measured.bytes.add(grid, 1);
@@ -381,7 +376,6 @@ struct Trainer {
         device.tracing = false;
         result.seconds = now() - start;
         measured.seconds.push_back(result.seconds);
-        ++measured.iterations;
         return result;
     }
 
@@ -512,16 +506,17 @@ inline void print_grid(const Options& o, const Grid& grid, const GptConfig& conf
     }
     const bool more = grid.d > 1 && o.num_microbatches > 2;
     char line[512];
-    std::snprintf(line, sizeof line, "%4d  %-16.16s %8ld  %2d %2d %2d  %-18s %-8s %s%s", grid.world_rank, host,
-                  long(getpid()), grid.t_rank, grid.d_rank, grid.p_rank,
-                  (std::string(grid.first_stage() ? "E " : "") + ranges_text(layers) + (grid.last_stage() ? " H" : ""))
-                      .c_str(),
-                  ranges_text({{grid.t_rank * heads, (grid.t_rank + 1) * heads}}).c_str(), ranges_text(samples).c_str(),
-                  more ? ", ..." : "");
+    std::snprintf(
+        line, sizeof line, "%4d  %-16.16s %8ld  %2d %2d %2d  %-18s %-8s %s%s", grid.world_rank, host, long(getpid()),
+        grid.t_rank, grid.d_rank, grid.p_rank,
+        (std::string(grid.first_stage() ? "E " : "") + ranges_text(layers) + (grid.last_stage() ? " H" : "")).c_str(),
+        ranges_text({{grid.t_rank * heads, (grid.t_rank + 1) * heads}}).c_str(), ranges_text(samples).c_str(),
+        more ? ", ..." : "");
     const std::vector<std::string> lines = gather_texts(line);
     if (grid.world_rank != 0) return;
-    std::printf("process grid (E: embedding, H: final LayerNorm and output layer):\n"
-                "rank  host                  pid   t  d  p  layers             heads    samples of a batch\n");
+    std::printf(
+        "process grid (E: embedding, H: final LayerNorm and output layer):\n"
+        "rank  host                  pid   t  d  p  layers             heads    samples of a batch\n");
     for (const std::string& text : lines) std::printf("%s\n", text.c_str());
 }
 
@@ -549,16 +544,51 @@ inline FormulaBytes formula_bytes(const Options& o, const Grid& grid, double loc
     return bytes;
 }
 
+// The bubble that the operations' CPU times give when replayed, and the last iteration as it ran. `ranks`: per world
+// rank, its facts from print_report.
+inline void print_pipeline_report(const Grid& grid, const Plan& plan, const std::vector<nlohmann::json>& ranks) {
+    const Schedule& schedule = plan.schedule;
+    const int p = schedule.p, v = schedule.v, m = schedule.m;
+    double busy_sum = 0, busiest = 0, first = 1e300;
+    std::map<std::tuple<int, bool, int, int>, double> cpu;
+    std::vector<std::vector<Interval>> times(p);
+    for (int rank = 0; rank < p; ++rank) {
+        const nlohmann::json& facts = ranks[grid.rank_of(0, 0, rank)];
+        double busy = 0;
+        for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+            const Op& op = schedule.ranks[rank][i];
+            busy += cpu[{rank, op.forward, op.microbatch, op.chunk}] = facts["cpu"][i].get<double>();
+            times[rank].push_back({facts["times"][i][0].get<double>(), facts["times"][i][1].get<double>()});
+        }
+        busy_sum += busy;
+        busiest = std::max(busiest, busy);
+        first = std::min(first, times[rank][0].start);
+    }
+    if (busy_sum > 0) {  // a GPU build has no CPU times
+        const Replay replayed = replay(schedule, plan.program, [&](int rank, const Op& op) {
+            return cpu.at({rank, op.forward, op.microbatch, op.chunk});
+        });
+        std::printf("  %-44s %12.4f %12.4f\n", "bubble / ideal: (p-1)/(v m); CPU times replayed",
+                    bubble_formula(p, v, m), bubble_of(schedule, replayed));
+        std::printf("    %-42s %25.4f\n", "busiest stage / mean (embedding, logits)", busiest * p / busy_sum);
+    }
+    for (auto& rank : times)
+        for (Interval& time : rank) time = {time.start - first, time.end - first};
+    const std::vector<PictureRow> rows = picture_rows(schedule, times);
+    std::printf("  the last iteration as it ran, %.0f ms ('-' forward, '=' backward, '.' idle):\n%s",
+                1e3 * picture_end(rows), draw_text(rows, 120 / picture_end(rows), v > 1, isatty(1) != 0).c_str());
+}
+
 // The paper against this run: what its formulas say beside what was counted and measured. Collective.
 inline void print_report(const Options& o, const Grid& grid, const Trainer& trainer, double predicted_memory,
                          double measured_memory) {
     const Measured& mine = trainer.measured;
-    if (mine.iterations == 0) return;
-    const double n = double(mine.iterations);
+    if (mine.iterations() == 0) return;
+    const double n = double(mine.iterations());
     double parameters = 0;
     for (const Parameter& parameter : trainer.gpt.parameters) parameters += double(parameter.local_size());
-    const std::vector<double> local = {mine.flops / n,          mine.bytes.tensor / n,    mine.bytes.pipeline / n,
-                                       mine.bytes.data / n,     mine.bytes.embedding / n, parameters};
+    const std::vector<double> local = {mine.flops / n,      mine.bytes.tensor / n,    mine.bytes.pipeline / n,
+                                       mine.bytes.data / n, mine.bytes.embedding / n, parameters};
     std::vector<double> total(local.size());
     MPI_CHECK(MPI_Reduce(local.data(), total.data(), int(local.size()), MPI_DOUBLE, MPI_SUM, 0, MPI_COMM_WORLD));
     nlohmann::json facts = {{"predicted", predicted_memory}, {"measured", measured_memory}};
@@ -570,7 +600,7 @@ inline void print_report(const Options& o, const Grid& grid, const Trainer& trai
     const std::vector<std::string> texts = gather_texts(facts.dump());
     if (grid.world_rank != 0) return;
 
-    std::printf("the paper against this run (%ld iterations, all ranks)\n", long(mine.iterations));
+    std::printf("the paper against this run (%ld iterations, all ranks)\n", long(mine.iterations()));
     std::printf("  %-44s %12s %12s\n", "per iteration", "formula", "counted");
     auto row = [](const char* name, double formula, double counted, double unit) {
         std::printf("  %-44s %12.4f %12.4f  (%+.2f%%)\n", name, formula / unit, counted / unit,
@@ -580,9 +610,10 @@ inline void print_report(const Options& o, const Grid& grid, const Trainer& trai
     const FormulaBytes formula = formula_bytes(o, grid, total[5]);
     if (grid.t > 1) {
         row("MB in tensor groups", formula.layers + formula.vocabulary + formula.gather, total[1], 1e6);
-        std::printf("    %-42s %12.4f\n    %-42s %12.4f\n    %-42s %12.4f\n", "layers: 8 b s h (t-1)/t each (12 recomputing)",
-                    formula.layers / 1e6, "embedding, output layer and loss", formula.vocabulary / 1e6,
-                    "gathering what stages sent (4.1)", formula.gather / 1e6);
+        std::printf("    %-42s %12.4f\n    %-42s %12.4f\n    %-42s %12.4f\n",
+                    "layers: 8 b s h (t-1)/t each (12 recomputing)", formula.layers / 1e6,
+                    "embedding, output layer and loss", formula.vocabulary / 1e6, "gathering what stages sent (4.1)",
+                    formula.gather / 1e6);
     }
     if (grid.p > 1) {
         row("MB in pipeline groups", formula.pipeline, total[2], 1e6);
@@ -590,46 +621,9 @@ inline void print_report(const Options& o, const Grid& grid, const Trainer& trai
     }
     if (grid.d > 1) row("MB in data groups (tensors padded to 64 bytes)", formula.data, total[3], 1e6);
 
-    const Schedule& schedule = trainer.training.schedule;
-    const int p = grid.p, v = schedule.v, m = schedule.m;
     std::vector<nlohmann::json> ranks;
     for (const std::string& text : texts) ranks.push_back(nlohmann::json::parse(text));
-    if (p > 1) {
-        auto facts_of = [&](int rank) -> const nlohmann::json& { return ranks[grid.rank_of(0, 0, rank)]; };
-        double busy_sum = 0, busiest = 0, cpu_total = 0;
-        std::map<std::tuple<int, bool, int, int>, double> cpu;
-        for (int rank = 0; rank < p; ++rank) {
-            double busy = 0;
-            for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
-                const Op& op = schedule.ranks[rank][i];
-                busy += cpu[{rank, op.forward, op.microbatch, op.chunk}] = facts_of(rank)["cpu"][i].get<double>();
-            }
-            busy_sum += busy;
-            busiest = std::max(busiest, busy);
-            cpu_total += busy;
-        }
-        if (cpu_total > 0) {
-            const Replay replayed = replay(schedule, trainer.training.program, [&](int rank, const Op& op) {
-                return cpu.at({rank, op.forward, op.microbatch, op.chunk});
-            });
-            std::printf("  %-44s %12.4f %12.4f\n", "bubble / ideal: (p-1)/(v m); CPU times replayed",
-                        bubble_formula(p, v, m), bubble_of(schedule, replayed));
-            std::printf("    %-42s %25.4f\n", "busiest stage / mean (embedding, logits)", busiest * p / busy_sum);
-        }
-        std::vector<PictureRow> rows(p);
-        double first = 1e300;
-        for (int rank = 0; rank < p; ++rank) first = std::min(first, facts_of(rank)["times"][0][0].get<double>());
-        for (int rank = 0; rank < p; ++rank)
-            for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
-                const Op& op = schedule.ranks[rank][i];
-                const auto& time = facts_of(rank)["times"][i];
-                rows[rank].push_back({op.forward, op.microbatch, op.chunk, time[0].get<double>() - first,
-                                      time[1].get<double>() - first});
-            }
-        std::printf("  the last iteration as it ran, %.0f ms ('-' forward, '=' backward, '.' idle):\n%s",
-                    1e3 * picture_end(rows),
-                    draw_text(rows, 120 / picture_end(rows), v > 1, isatty(1) != 0).c_str());
-    }
+    if (grid.p > 1) print_pipeline_report(grid, trainer.training, ranks);
     double least = 1e300, most = 0, most_predicted = 0, worst = 0;
     for (const auto& facts_of_rank : ranks) {
         const double predicted = facts_of_rank["predicted"], actual = facts_of_rank["measured"];
@@ -638,9 +632,10 @@ inline void print_report(const Options& o, const Grid& grid, const Trainer& trai
         most_predicted = std::max(most_predicted, predicted);
         worst = std::max(worst, std::abs(actual / predicted - 1));
     }
-    std::printf("  memory per rank: predicted at most %.1f MB; measured %.1f to %.1f MB (peak less start); largest "
-                "difference %.0f%%\n",
-                most_predicted / 1e6, least / 1e6, most / 1e6, 100 * worst);
+    std::printf(
+        "  memory per rank: predicted at most %.1f MB; measured %.1f to %.1f MB (peak less start); largest "
+        "difference %.0f%%\n",
+        most_predicted / 1e6, least / 1e6, most / 1e6, 100 * worst);
     std::vector<double> seconds = mine.seconds;
     std::nth_element(seconds.begin(), seconds.begin() + seconds.size() / 2, seconds.end());
     const double median = seconds[seconds.size() / 2];

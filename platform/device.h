@@ -125,16 +125,17 @@ struct ProfileScope {
     }
 };
 
-// Records an event from here to its end when tracing.
+// Records an event from here to its end when tracing; name() is asked for only then.
 struct TraceScope {
     Device& device;
     const bool active;
     size_t index = 0;
-    TraceScope(Device& device, const char* category, const std::string& name) : device(device), active(device.tracing) {
+    template <class Name>
+    TraceScope(Device& device, const char* category, Name name) : device(device), active(device.tracing) {
         if (!active) return;
         cudaStreamSynchronize(device.stream);
         index = device.events.size();
-        device.events.push_back({name, category, now(), 0});
+        device.events.push_back({name(), category, now(), 0});
     }
     ~TraceScope() {
         if (!active) return;

@@ -116,7 +116,7 @@ template <class T>
 void all_reduce(Device& device, Group& group, T* buffer, int64_t count, ncclRedOp_t op = ncclSum) {
     if (group.size == 1 || count == 0) return;
     ProfileScope scope(device, "all-reduce (" + group.name + ")");
-    TraceScope trace(device, group.name.c_str(), "all-reduce (" + group.name + ")");
+    TraceScope trace(device, group.name.c_str(), [&] { return "all-reduce (" + group.name + ")"; });
     NCCL_CHECK(ncclAllReduce(buffer, buffer, count, nccl_type<T>(), op, group.comm, device.stream));
     group.computed_bytes += 2.0 * double(count) * sizeof(T) * (group.size - 1) / group.size;
 }
@@ -130,7 +130,7 @@ void all_gather(Device& device, Group& group, const T* part, T* whole, int64_t c
         return;
     }
     ProfileScope scope(device, "all-gather (" + group.name + ")");
-    TraceScope trace(device, group.name.c_str(), "all-gather (" + group.name + ")");
+    TraceScope trace(device, group.name.c_str(), [&] { return "all-gather (" + group.name + ")"; });
     NCCL_CHECK(ncclAllGather(part, whole, count, nccl_type<T>(), group.comm, device.stream));
     group.computed_bytes += double(count) * sizeof(T) * (group.size - 1);
 }
@@ -145,7 +145,7 @@ void reduce_scatter(Device& device, Group& group, const T* whole, T* part, int64
         return;
     }
     ProfileScope scope(device, "reduce-scatter (" + group.name + ")");
-    TraceScope trace(device, group.name.c_str(), "reduce-scatter (" + group.name + ")");
+    TraceScope trace(device, group.name.c_str(), [&] { return "reduce-scatter (" + group.name + ")"; });
     NCCL_CHECK(ncclReduceScatter(whole, part, count, nccl_type<T>(), ncclSum, group.comm, device.stream));
     group.computed_bytes += double(count) * sizeof(T) * (group.size - 1);
 }

@@ -251,6 +251,19 @@ inline std::pair<int64_t, int64_t> trace_range(const std::string& range) {
     return {first, last};
 }
 
+inline const std::vector<std::string> kSchedules = {"gpipe", "1f1b", "interleaved"};
+
+// Fills in --schedule's default for v chunks per rank, and refuses one that v does not fit. Throws UserError.
+inline void choose_schedule(std::string& schedule, int64_t v) {
+    if (schedule.empty()) schedule = v > 1 ? "interleaved" : "1f1b";
+    if (v > 1 && schedule != "interleaved")
+        throw UserError("--schedule " + schedule + " has one model chunk per rank, but --virtual-pipeline-size is " +
+                        options_detail::text(v) + ": use --schedule interleaved or --virtual-pipeline-size 1");
+    if (v == 1 && schedule == "interleaved")
+        throw UserError(
+            "--schedule interleaved needs --virtual-pipeline-size 2 or more, but it is 1: that is --schedule 1f1b");
+}
+
 // Checks everything that the options and the number of ranks decide, and fills in what follows from them. Throws
 // UserError.
 inline void validate(Options& o, int64_t ranks) {
@@ -288,7 +301,7 @@ inline void validate(Options& o, int64_t ranks) {
     in_range("--top-p", o.top_p, 0.0, 1.0);
     in_range("--comm-timeout", o.comm_timeout, 0.0, 1e9);
     one_of("--lr-decay-style", o.lr_decay_style, {"constant", "linear", "cosine"});
-    if (!o.schedule.empty()) one_of("--schedule", o.schedule, {"gpipe", "1f1b", "interleaved"});
+    if (!o.schedule.empty()) one_of("--schedule", o.schedule, kSchedules);
     if (!o.recompute_granularity.empty()) one_of("--recompute-granularity", o.recompute_granularity, {"full"});
     split_shares(o.split);
     const int64_t last_traced = trace_range(o.trace_iterations).second;
@@ -345,13 +358,7 @@ inline void validate(Options& o, int64_t ranks) {
                         divisors(l) +
                         (chunks.empty() ? "" : "; with this pipeline size, valid virtual sizes are " + chunks));
     }
-    if (o.schedule.empty()) o.schedule = v > 1 ? "interleaved" : "1f1b";
-    if (v > 1 && o.schedule != "interleaved")
-        throw UserError("--schedule " + o.schedule + " has one model chunk per rank, but --virtual-pipeline-size is " +
-                        text(v) + ": use --schedule interleaved or --virtual-pipeline-size 1");
-    if (v == 1 && o.schedule == "interleaved")
-        throw UserError(
-            "--schedule interleaved needs --virtual-pipeline-size 2 or more, but it is 1: that is --schedule 1f1b");
+    choose_schedule(o.schedule, v);
 
     if (ranks % (t * p) != 0)
         throw UserError("the number of ranks, " + text(ranks) + ", is not divisible by --tensor-model-parallel-size " +

@@ -81,11 +81,8 @@ inline void write_trace(const std::string& path, const Grid& grid, const std::ve
     const std::string name = "rank " + std::to_string(grid.world_rank) + " (t " + std::to_string(grid.t_rank) + ", d " +
                              std::to_string(grid.d_rank) + ", p " + std::to_string(grid.p_rank) + ")";
     nlohmann::ordered_json list = nlohmann::ordered_json::array();
-    list.push_back({{"ph", "M"},
-                    {"name", "thread_name"},
-                    {"pid", 0},
-                    {"tid", grid.world_rank},
-                    {"args", {{"name", name}}}});
+    list.push_back(
+        {{"ph", "M"}, {"name", "thread_name"}, {"pid", 0}, {"tid", grid.world_rank}, {"args", {{"name", name}}}});
     for (const TraceEvent& event : events)
         list.push_back({{"ph", "X"},
                         {"name", event.name},

@@ -28,8 +28,8 @@ using Tensors = std::map<std::string, std::vector<float>>;
 
 // The largest |x - y| / (1e-5 |y| + 1e-6 |all of that kind|) over all tensors: at most 1 is within bounds. The key part
 // of a QKV bias has zero gradient by symmetry, where Adam amplifies rounding: for weights it may differ by
-// `key_bias_bound` (2 x learning rate x steps) instead. So may any weight whose gradient (`gradients`, if given) is below
-// the bound that gradients themselves have: its sign, hence Adam's step, is undetermined for the same reason.
+// `key_bias_bound` (2 x learning rate x steps) instead. So may any weight whose gradient (`gradients`, if given) is
+// below the bound that gradients themselves have: its sign, hence Adam's step, is undetermined for the same reason.
 inline double worst_difference(const Tensors& actual, const Tensors& expected, double key_bias_bound,
                                const Tensors* gradients = nullptr) {
     std::map<std::string, double> squares, gradient_squares;

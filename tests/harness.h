@@ -1,8 +1,9 @@
 // The tests' main program, and how a test starts a world of its own.
 //
-// A case that needs several ranks runs this same binary under mpirun with `mpirun_self(ranks, "worker: name")`; the worker is a
-// TEST_CASE("worker: name" * doctest::skip()), so that it runs only when it is asked for. Every run has a time limit, after
-// which all its processes are killed, and reports what its ranks printed (with --comm-timeout they say whom they wait for).
+// A case that needs several ranks runs this same binary under mpirun with `mpirun_self(ranks, "worker: name")`; the
+// worker is a TEST_CASE("worker: name" * doctest::skip()), so that it runs only when it is asked for. Every run has a
+// time limit, after which all its processes are killed, and reports what its ranks printed (with --comm-timeout they
+// say whom they wait for).
 #pragma once
 
 #define DOCTEST_CONFIG_IMPLEMENT

@@ -88,8 +88,8 @@ TEST_CASE("1F1B and interleaved 1F1B are the paper's Figure 4") {
     auto text = [](ScheduleKind kind, int rank, int v, int m) {
         std::string list;
         for (const Op& op : schedule_ops(kind, 4, rank, v, m))
-            list += std::string(list.empty() ? "" : " ") + (op.forward ? "F" : "B") + std::to_string(op.microbatch + 1) +
-                    (v > 1 ? std::string(1, char('a' + op.chunk)) : "");
+            list += std::string(list.empty() ? "" : " ") + (op.forward ? "F" : "B") +
+                    std::to_string(op.microbatch + 1) + (v > 1 ? std::string(1, char('a' + op.chunk)) : "");
         return list;
     };
     CHECK(text(ScheduleKind::one_f_one_b, 0, 1, 8) == "F1 F2 F3 F4 B1 F5 B2 F6 B3 F7 B4 F8 B5 B6 B7 B8");
