@@ -249,8 +249,9 @@ TEST_CASE("worker: layer" * doctest::skip()) {
     compare(part.out, whole.out);
     compare(part.dx, whole.dx);
     for (size_t i = 0; i < parameters.size(); ++i) {
-        CAPTURE(parameters[i].name);
-        if (parameters[i].name.find("c_attn.bias") != std::string::npos) continue;  // its key part is zero by symmetry
+        const std::string& name = parameters[i].name;
+        CAPTURE(name);
+        if (name.find("c_attn.bias") != std::string::npos) continue;  // its key part is zero by symmetry
         compare(part.gradients[i], slice_of(parameters[i], whole.gradients[i]));
     }
     // Replicated parameters: bitwise equal on every rank with no traffic of their own
