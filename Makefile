@@ -2,6 +2,7 @@
 # make run       installs what is missing, builds, and trains a GPT on real text (DATA=file: on yours)
 # make test      installs what is missing, builds and runs every test
 # make test-full the same with the exhaustive matrices
+# make bench     times training on this machine: shares of its GEMM peak, layouts against one process
 # make cuda      the same sources with nvcc: build/cuda/train, plan and the tests
 # make deps      installs what is missing, with apt
 # make clean     removes what make has built
@@ -38,6 +39,7 @@ endif
 
 TESTS   = $(patsubst tests/%.cu,$(BUILD)/%,$(wildcard tests/test_*.cu))
 HEADERS = $(wildcard *.cu platform/*.h platform/cpu/*.h tests/*.h)
+COMPILE = $(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
 
 all: train plan
 
@@ -52,10 +54,13 @@ train plan: %: $(BUILD)/%
 
 $(BUILD)/%: %.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
-	$(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
+	$(COMPILE)
 $(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
-	$(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
+	$(COMPILE)
+$(BUILD)/bench: bench/bench.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(COMPILE)
 
 # The King James text: one verse a line, from Debian's `bible` program
 build/data/kjv.txt:
@@ -73,6 +78,11 @@ test: deps
 test-full: export PTDP_FULL = 1
 test-full: test
 build-tests: train plan $(TESTS)
+
+# BENCH="one parallel layouts": only these tables
+bench: deps
+	@$(MAKE) --no-print-directory $(BUILD)/bench
+	@$(BUILD)/bench $(BENCH)
 
 # One binary for every architecture of ours that this nvcc knows. A comma would end an argument of $(if).
 comma    := ,
@@ -93,5 +103,5 @@ build/cuda/test_%: tests/test_%.cu $(HEADERS) Makefile
 clean:
 	rm -rf build train plan
 
-.PHONY: all help deps run test test-full build-tests cuda clean
+.PHONY: all help deps run test test-full build-tests bench cuda clean
 .DELETE_ON_ERROR:

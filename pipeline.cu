@@ -334,6 +334,31 @@ inline double bubble_of(const Schedule& schedule, const Replay& replayed) {
     }
     return (replayed.makespan - ideal) / ideal;
 }
+// The bubble that measured operations give when replayed: cpu[rank][i] is the time of the i-th operation in the rank's
+// list. And the busiest stage's work over the mean: embedding, output layer and loss are on the ends.
+struct ReplayedBubble {
+    double bubble = 0, imbalance = 1;
+};
+inline ReplayedBubble replayed_bubble(const Schedule& schedule, const Program& program,
+                                      const std::vector<std::vector<double>>& cpu) {
+    std::map<std::tuple<int, bool, int, int>, double> times;
+    double sum = 0, busiest = 0;
+    for (int rank = 0; rank < schedule.p; ++rank) {
+        double busy = 0;
+        for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+            const Op& op = schedule.ranks[rank][i];
+            busy += times[{rank, op.forward, op.microbatch, op.chunk}] = cpu[rank][i];
+        }
+        sum += busy;
+        busiest = std::max(busiest, busy);
+    }
+    if (sum <= 0) return {};
+    const Replay replayed = replay(schedule, program, [&](int rank, const Op& op) {
+        return times.at({rank, op.forward, op.microbatch, op.chunk});
+    });
+    return {bubble_of(schedule, replayed), busiest * schedule.p / sum};
+}
+
 // §2.2.1, §2.2.2: (p - 1) / (v m).
 inline double bubble_formula(int p, int v, int m) { return double(p - 1) / (double(v) * double(m)); }
 

@@ -18,6 +18,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 
 #include "data_parallel.cu"
@@ -244,6 +245,7 @@ struct Trainer {
     DeviceBuffer<double> sample_losses;  // [B]: each sample's sum over its tokens
     int64_t iteration = 0;
     std::pair<int64_t, int64_t> traced;  // iterations, first to last
+    std::function<void()> before_step;   // if set, called when gradients are reduced, before clipping and the step
     Measured measured;
 
     Trainer(const Options& o, Grid& grid, const Dataset& data, Device& device, LogFile& log)
@@ -362,10 +364,10 @@ struct Trainer {
                                      " is not finite; try a lower --lr (now " + options_detail::text(result.lr) +
                                      "), a longer --lr-warmup-iters or a smaller --clip-grad (now " +
                                      options_detail::text(o.clip_grad) + ")");
-        if (!o.dump.empty() && iteration == o.train_iters) {
-            if (o.use_distributed_optimizer) reduction.gather_gradients();
-            write_dump(o, grid, gpt, result.loss);
-        }
+        const bool dumps = !o.dump.empty() && iteration == o.train_iters;
+        if (o.use_distributed_optimizer && (dumps || before_step)) reduction.gather_gradients();
+        if (dumps) write_dump(o, grid, gpt, result.loss);
+        if (before_step) before_step();
         measured.bytes.add(grid, -1);
         {
             TraceScope trace(device, "optimizer", [] { return "optimizer"; });
@@ -549,28 +551,20 @@ inline FormulaBytes formula_bytes(const Options& o, const Grid& grid, double loc
 inline void print_pipeline_report(const Grid& grid, const Plan& plan, const std::vector<nlohmann::json>& ranks) {
     const Schedule& schedule = plan.schedule;
     const int p = schedule.p, v = schedule.v, m = schedule.m;
-    double busy_sum = 0, busiest = 0, first = 1e300;
-    std::map<std::tuple<int, bool, int, int>, double> cpu;
+    double first = 1e300;
+    std::vector<std::vector<double>> cpu(p);
     std::vector<std::vector<Interval>> times(p);
     for (int rank = 0; rank < p; ++rank) {
         const nlohmann::json& facts = ranks[grid.rank_of(0, 0, rank)];
-        double busy = 0;
-        for (size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
-            const Op& op = schedule.ranks[rank][i];
-            busy += cpu[{rank, op.forward, op.microbatch, op.chunk}] = facts["cpu"][i].get<double>();
-            times[rank].push_back({facts["times"][i][0].get<double>(), facts["times"][i][1].get<double>()});
-        }
-        busy_sum += busy;
-        busiest = std::max(busiest, busy);
+        cpu[rank] = facts["cpu"].get<std::vector<double>>();
+        for (const auto& time : facts["times"]) times[rank].push_back({time[0].get<double>(), time[1].get<double>()});
         first = std::min(first, times[rank][0].start);
     }
-    if (busy_sum > 0) {  // a GPU build has no CPU times
-        const Replay replayed = replay(schedule, plan.program, [&](int rank, const Op& op) {
-            return cpu.at({rank, op.forward, op.microbatch, op.chunk});
-        });
+    const ReplayedBubble replayed = replayed_bubble(schedule, plan.program, cpu);
+    if (replayed.bubble > 0) {  // a GPU build has no CPU times
         std::printf("  %-44s %12.4f %12.4f\n", "bubble / ideal: (p-1)/(v m); CPU times replayed",
-                    bubble_formula(p, v, m), bubble_of(schedule, replayed));
-        std::printf("    %-42s %25.4f\n", "busiest stage / mean (embedding, logits)", busiest * p / busy_sum);
+                    bubble_formula(p, v, m), replayed.bubble);
+        std::printf("    %-42s %25.4f\n", "busiest stage / mean (embedding, logits)", replayed.imbalance);
     }
     for (auto& rank : times)
         for (Interval& time : rank) time = {time.start - first, time.end - first};

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -26,33 +27,52 @@ inline std::string kind_of(const std::string& name) {
 
 using Tensors = std::map<std::string, std::vector<float>>;
 
-// The largest |x - y| / (1e-5 |y| + 1e-6 |all of that kind|) over all tensors: at most 1 is within bounds. The key part
-// of a QKV bias has zero gradient by symmetry, where Adam amplifies rounding: for weights it may differ by
-// `key_bias_bound` (2 x learning rate x steps) instead. So may any weight whose gradient (`gradients`, if given) is
-// below the bound that gradients themselves have: its sign, hence Adam's step, is undetermined for the same reason.
-inline double worst_difference(const Tensors& actual, const Tensors& expected, double key_bias_bound,
-                               const Tensors* gradients = nullptr) {
-    std::map<std::string, double> squares, gradient_squares;
-    if (gradients)
-        for (const auto& [name, values] : *gradients)
-            for (float g : values) gradient_squares[kind_of(name)] += double(g) * double(g);
-    for (const auto& [name, values] : expected)
-        for (float y : values) squares[kind_of(name)] += double(y) * double(y);
+inline std::map<std::string, double> norms_of_kinds(const Tensors& tensors) {
+    std::map<std::string, double> norms;
+    for (const auto& [name, values] : tensors)
+        for (float x : values) norms[kind_of(name)] += double(x) * double(x);
+    for (auto& [kind, norm] : norms) norm = std::sqrt(norm);
+    return norms;
+}
+
+// What Adam makes of rounding in the gradients of one step, added to `allowance`: a step is lr m / sqrt(v), so a
+// gradient that is off by delta moves its weight by up to 2 lr delta / sqrt(v), and by no more than 2 lr, a whole step
+// either way, where delta is all there is. `sizes` is sqrt(v) (after its bias correction) of every element. A gradient
+// is a sum over tokens, whose roundings, 2^-24 each, add like a random walk: delta is 2^-24 sqrt(tokens) of that kind's
+// gradients' root mean square.
+inline void add_adam_noise(const Tensors& gradients, const Tensors& sizes, int64_t tokens, double lr,
+                           Tensors& allowance) {
+    const std::map<std::string, double> norms = norms_of_kinds(gradients);
+    std::map<std::string, double> counts;
+    for (const auto& [name, values] : gradients) counts[kind_of(name)] += double(values.size());
+    for (const auto& [name, values] : sizes) {
+        std::vector<float>& allowed = allowance[name];
+        allowed.resize(values.size());
+        const double delta = 0x1p-24 * std::sqrt(double(tokens) / counts.at(kind_of(name))) * norms.at(kind_of(name));
+        const bool qkv_bias = name.find("c_attn.bias") != std::string::npos;
+        for (size_t i = 0; i < values.size(); ++i) {
+            // The key part of a QKV bias has zero gradient by symmetry: there is nothing but rounding
+            const bool zero = qkv_bias && i / (values.size() / 3) == 1;
+            allowed[i] += float(2 * lr * (zero || delta >= std::abs(values[i]) ? 1 : delta / std::abs(values[i])));
+        }
+    }
+}
+
+// The largest |x - y| / (1e-5 |y| + 1e-6 |all of that kind|) over all tensors: at most 1 is within bounds. For weights,
+// `allowance` adds what Adam made of rounding.
+inline double worst_difference(const Tensors& actual, const Tensors& expected, const Tensors& allowance = {}) {
+    const std::map<std::string, double> norms = norms_of_kinds(expected);
     double worst = actual.size() == expected.size() ? 0 : 1e30;
     for (const auto& [name, values] : expected) {
-        const auto found = actual.find(name);
+        const auto found = actual.find(name), allowed = allowance.find(name);
         if (found == actual.end() || found->second.size() != values.size()) return 1e30;
-        const bool qkv_bias = name.find("c_attn.bias") != std::string::npos;
-        const size_t third = values.size() / 3;
         for (size_t i = 0; i < values.size(); ++i) {
             const double difference = std::abs(double(found->second[i]) - double(values[i]));
-            double bound = 1e-5 * std::abs(double(values[i])) + 1e-6 * std::sqrt(squares[kind_of(name)]) + 1e-12;
-            if (qkv_bias && key_bias_bound > 0 && i / third == 1) bound = key_bias_bound;
-            if (gradients && std::abs(gradients->at(name)[i]) <= 1e-6 * std::sqrt(gradient_squares[kind_of(name)]))
-                bound = key_bias_bound;
+            double bound = 1e-5 * std::abs(double(values[i])) + 1e-6 * norms.at(kind_of(name)) + 1e-12;
+            if (allowed != allowance.end()) bound += allowed->second[i];
             if (difference > bound && std::getenv("PTDP_VERBOSE"))
-                std::printf("%s[%zu]: %.9g, expected %.9g, %.2f of the bound\n", name.c_str(), i, found->second[i],
-                            values[i], difference / bound);
+                std::printf("%s[%zu]: %.9g, expected %.9g, %.2f of the bound %.3g\n", name.c_str(), i, found->second[i],
+                            values[i], difference / bound, bound);
             worst = std::max(worst, difference / bound);
         }
     }

@@ -1,0 +1,273 @@
+// make bench: how fast this machine trains, as shares of its own GEMM peak and as ratios taken in one run.
+//
+// Without arguments it runs itself, once per configuration, and prints tables: one process on one core and on all;
+// tensor, pipeline and all 8-rank layouts against one process with every core; what recomputation costs. With
+// arguments, which are those of ./train, it is such a run: it trains --train-iters iterations on random tokens after
+// one that is not timed, and rank 0 prints a line of JSON.
+//
+// Rules kept here: medians of iterations (forward, backward, optimizer); the FLOPs of a run are eq. 3's; the peak is
+// the best of several 2048^3 products before and after the iterations, by the same process with the same threads.
+#define main train_main  // this program's main is below
+#include "train.cu"
+#undef main
+
+#include "tests/process.h"
+
+namespace {
+
+using nlohmann::json;
+using Words = std::vector<std::string>;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One configuration
+
+double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values.empty() ? 0 : values[values.size() / 2];
+}
+
+// The best of `rounds` products of 2048^3, in FLOP/s.
+double gemm_peak(Device& device, int rounds) {
+    constexpr int64_t n = 2048;
+    DeviceBuffer<float> a(n * n), b(n * n), c(n * n);
+    double best = 0;
+    for (int i = 0; i < rounds; ++i) {
+        CUDA_CHECK(cudaStreamSynchronize(device.stream));
+        const double start = now();
+        gemm(device, n, n, n, {a.data, n}, {b.data, n}, c.data, n);
+        CUDA_CHECK(cudaStreamSynchronize(device.stream));
+        best = std::max(best, 2.0 * n * n * n / (now() - start));
+    }
+    return best;
+}
+
+// A configuration's run, on every rank. Prints "BENCH {...}" from rank 0.
+int run_configuration(int argc, char** argv) {
+    int ranks = 1;
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    std::string help;
+    Options o = parse_options(argc, argv, &help);
+    validate(o, ranks);
+    const Dataset data = open_dataset(o);
+    choose_threads();
+    const auto grid =
+        make_grid(int(o.tensor_model_parallel_size), int(o.data_parallel_size), int(o.pipeline_model_parallel_size));
+    Device device;
+    LogFile log;
+    Trainer trainer(o, *grid, data, device, log);
+    const double peak_before = ranks == 1 ? gemm_peak(device, 4) : 0;
+    trainer.train_iteration();
+    trainer.measured = Measured();
+    for (int64_t i = 0; i < o.train_iters; ++i) trainer.train_iteration();
+    json result = {{"seconds", median(trainer.measured.seconds)},
+                   {"tokens", o.global_batch_size * o.seq_length},
+                   {"flops", iteration_flops(o)}};
+    if (ranks == 1) {
+        result["peak"] = std::max(peak_before, gemm_peak(device, 4));
+        device.profiling = true;
+        trainer.train_iteration();
+        result["where"] = device.seconds;
+    }
+    // What the operations' CPU times would give with a core for each rank
+    json facts = json::array();
+    for (double cpu : trainer.measured.op_cpu) facts.push_back(cpu / double(trainer.measured.iterations()));
+    const std::vector<std::string> texts = gather_texts(facts.dump());
+    if (grid->world_rank == 0 && grid->p > 1) {
+        std::vector<std::vector<double>> cpu;
+        for (int rank = 0; rank < grid->p; ++rank) cpu.push_back(json::parse(texts[grid->rank_of(0, 0, rank)]));
+        const Schedule& schedule = trainer.training.schedule;
+        const ReplayedBubble replayed = replayed_bubble(schedule, trainer.training.program, cpu);
+        result["bubble"] = replayed.bubble;
+        result["bubble_formula"] = bubble_formula(schedule.p, schedule.v, schedule.m);
+        result["imbalance"] = replayed.imbalance;
+    }
+    if (grid->world_rank == 0) std::printf("BENCH %s\n", result.dump().c_str());
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The tables
+
+struct Bench {
+    TempDir dir;
+    int cores = omp_get_num_procs();
+
+    Bench() {
+        std::string tokens;
+        for (uint32_t i = 0; i < 200000; ++i) tokens += char(philox(i, 1, 2, 3, 4).word[0]);
+        write_file(dir.file("text"), tokens);
+        // uint16 tokens below 50304, for the vocabulary of B
+        std::string words;
+        for (uint32_t i = 0; i < 100000; ++i) {
+            const uint32_t token = philox(i, 4, 3, 2, 1).word[0] % 50304;
+            words += char(token & 255);
+            words += char(token >> 8);
+        }
+        write_file(dir.file("tokens.bin"), words);
+    }
+
+    // Runs a configuration on `ranks` ranks with `threads` threads each (0: the cores divided among the ranks).
+    json run(int ranks, int threads, Words flags, double dropout, int iterations) {
+        const bool words = std::find(flags.begin(), flags.end(), "--vocab-size") != flags.end();
+        Words argv = {self_program(), "--data-path", dir.file(words ? "tokens.bin" : "text")};
+        argv.insert(argv.end(), flags.begin(), flags.end());
+        const std::string p = options_detail::text(dropout);
+        for (const std::string& word : Words{"--hidden-dropout", p, "--attention-dropout", p, "--train-iters",
+                                             std::to_string(iterations), "--eval-iters", "0"})
+            argv.push_back(word);
+        Words environment = {"OMP_WAIT_POLICY=passive"};
+        if (threads > 0) environment.push_back("OMP_NUM_THREADS=" + std::to_string(threads));
+        const RunResult result = mpirun(ranks, argv, 600, environment);
+        const size_t at = result.output.find("BENCH ");
+        if (result.status != 0 || at == std::string::npos) {
+            std::fprintf(stderr, "bench: a run failed with status %d:\n%s\n", result.status, result.output.c_str());
+            std::exit(1);
+        }
+        return json::parse(result.output.substr(at + 6, result.output.find('\n', at) - at - 6));
+    }
+};
+
+Words operator+(Words x, const Words& y) {
+    x.insert(x.end(), y.begin(), y.end());
+    return x;
+}
+
+const Words A = {"--num-layers", "6",   "--hidden-size",      "384", "--num-attention-heads", "6",
+                 "--seq-length", "256", "--micro-batch-size", "8"};
+const Words B = {"--num-layers", "12",  "--hidden-size",      "768", "--num-attention-heads", "12",
+                 "--seq-length", "512", "--micro-batch-size", "2",   "--vocab-size",          "50304"};
+const Words C = {"--num-layers", "4",   "--hidden-size",      "256", "--num-attention-heads", "4",
+                 "--seq-length", "128", "--micro-batch-size", "16"};
+
+double per_second(const json& run) { return run["tokens"].get<double>() / run["seconds"].get<double>(); }
+
+// "gemm 70%, ...": the largest parts of a profiled iteration.
+std::string where_text(const json& run) {
+    std::vector<std::pair<double, std::string>> parts;
+    double total = 0;
+    for (const auto& [name, seconds] : run["where"].items()) {
+        parts.push_back({seconds.get<double>(), name});
+        total += seconds.get<double>();
+    }
+    std::sort(parts.rbegin(), parts.rend());
+    std::string text;
+    for (size_t i = 0; i < parts.size() && i < 9; ++i) {
+        char part[96];
+        std::snprintf(part, sizeof part, "%s%s %.1f%%", i ? ", " : "", parts[i].second.c_str(),
+                      100 * parts[i].first / total);
+        text += part;
+    }
+    return text;
+}
+
+void one_process(Bench& bench, const char* torch) {
+    std::printf(
+        "one process (A: l=6 h=384 a=6 s=256 b=8 V=256; B: l=12 h=768 a=12 s=512 b=2 V=50304; C: l=4 h=256 a=4 s=128 "
+        "b=16 V=256)\n"
+        "model cores dropout  ms/iteration  tokens/s  GFLOP/s  GEMM peak  share\n");
+    const std::vector<std::tuple<const char*, Words, int>> models = {{"A", A, 7}, {"B", B, 3}, {"C", C, 30}};
+    for (const auto& [name, flags, iterations] : models)
+        for (int cores : bench.cores > 1 ? std::vector<int>{1, bench.cores} : std::vector<int>{1})
+            for (double dropout : {0.0, 0.1}) {
+                const json run = bench.run(1, cores, flags, dropout, iterations);
+                const double rate = run["flops"].get<double>() / run["seconds"].get<double>(), peak = run["peak"];
+                std::printf("%-5s %5d %7.1f %13.1f %9.0f %8.1f %10.1f %5.1f%%\n", name, cores, dropout,
+                            1e3 * run["seconds"].get<double>(), per_second(run), rate / 1e9, peak / 1e9,
+                            100 * rate / peak);
+                std::printf("      %s\n", where_text(run).c_str());
+                if (torch[0]) {
+                    const RunResult other =
+                        run_command(Words{torch, "bench/torch_gpt.py", std::to_string(cores),
+                                          options_detail::text(dropout), std::to_string(iterations)} +
+                                        flags,
+                                    600, {"OMP_WAIT_POLICY=passive"});
+                    const double seconds = std::strtod(other.output.c_str(), nullptr);
+                    if (other.status == 0 && seconds > 0)
+                        std::printf("      PyTorch: %.1f ms, %.1f%% of the peak; this is %.2f times as fast\n",
+                                    1e3 * seconds, 100 * run["flops"].get<double>() / seconds / peak,
+                                    seconds / run["seconds"].get<double>());
+                    else
+                        std::printf("      PyTorch failed:\n%s\n", other.output.c_str());
+                }
+                std::fflush(stdout);
+            }
+}
+
+void parallel(Bench& bench) {
+    std::printf("\ntensor and pipeline parallel ranks against one process with %d threads, dropout 0\n", bench.cores);
+    const json whole = bench.run(1, bench.cores, B, 0, 3);
+    for (int t : {2, 6}) {
+        const json run = bench.run(t, 1, B + Words{"--tp", std::to_string(t)}, 0, t == 2 ? 3 : 2);
+        std::printf("  B, t = %d: %.2f of the throughput (%.0f against %.0f ms)\n", t,
+                    per_second(run) / per_second(whole), 1e3 * run["seconds"].get<double>(),
+                    1e3 * whole["seconds"].get<double>());
+        std::fflush(stdout);
+    }
+    Words small = A;
+    small.back() = "1";  // the microbatch
+    small = small + Words{"--global-batch-size", "8"};
+    const json one = bench.run(1, bench.cores, small, 0, 5), two = bench.run(2, 1, small + Words{"--pp", "2"}, 0, 5);
+    const double ratio = per_second(two) / per_second(one), bubble = two["bubble_formula"];
+    std::printf(
+        "  A, B = 8, b = 1, p = 2: %.2f of the throughput; %.2f after the bubble (%.4f by formula, %.4f replayed from "
+        "CPU "
+        "times; busiest stage / mean %.3f)\n",
+        ratio, ratio * (1 + bubble), bubble, two["bubble"].get<double>(), two["imbalance"].get<double>());
+    for (const auto& [name, flags] : std::vector<std::pair<const char*, Words>>{{"A", A}, {"B", B}}) {
+        const json plain = bench.run(1, bench.cores, flags, 0, 3),
+                   again = bench.run(1, bench.cores, flags + Words{"--recompute-granularity", "full"}, 0, 3);
+        std::printf("  %s, recomputation: %.3f times as long; by FLOPs %.3f\n", name,
+                    again["seconds"].get<double>() / plain["seconds"].get<double>(),
+                    again["flops"].get<double>() / plain["flops"].get<double>());
+        std::fflush(stdout);
+    }
+}
+
+void eight_ranks(Bench& bench) {
+    const Words job = {"--config", "examples/kjv.cfg", "--lr-warmup-iters", "1", "--generate", "0"};
+    const Words flat = {"--tp", "1", "--pp", "1", "--vp", "1"};
+    const json one = bench.run(1, bench.cores, job + flat, 0, 5);
+    std::printf(
+        "\nthe main job's model (examples/kjv.cfg) on 8 ranks against one process with %d threads (%.0f ms)\n"
+        "  t  p  d  v  ms/iteration  throughput\n",
+        bench.cores, 1e3 * one["seconds"].get<double>());
+    for (int t : {1, 2})
+        for (int p : {1, 2, 4})
+            for (int v : {1, 2}) {
+                const int d = 8 / (t * p);
+                if ((v > 1 && (p == 1 || 4 % (p * v) != 0)) || 32 % (4 * d) != 0 || (v > 1 && 32 / (4 * d) % p != 0))
+                    continue;
+                const json run = bench.run(
+                    8, 1, job + Words{"--tp", std::to_string(t), "--pp", std::to_string(p), "--vp", std::to_string(v)},
+                    0, 5);
+                std::printf("  %d  %d  %d  %d %13.0f %11.2f\n", t, p, d, v, 1e3 * run["seconds"].get<double>(),
+                            per_second(run) / per_second(one));
+                std::fflush(stdout);
+            }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc > 1 && argv[1][0] == '-') {
+        MPI_CHECK(MPI_Init(&argc, &argv));
+        MPI_CHECK(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
+        int status = 2;
+        if (all_succeed([&] { status = run_configuration(argc, argv); })) status = 0;
+        MPI_CHECK(MPI_Finalize());
+        return status;
+    }
+    // Which tables: all, or those named
+    auto wanted = [&](const std::string& name) {
+        for (int i = 1; i < argc; ++i)
+            if (name == argv[i]) return true;
+        return argc == 1;
+    };
+    Bench bench;
+    const bool torch = run_command({"python3", "-c", "import torch"}, 60).status == 0;
+    if (wanted("one")) one_process(bench, torch ? "python3" : "");
+    if (wanted("one") && !torch) std::printf("PyTorch cannot be imported here: no comparison with it\n");
+    if (wanted("parallel")) parallel(bench);
+    if (wanted("layouts")) eight_ranks(bench);
+    return 0;
+}
