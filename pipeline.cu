@@ -505,9 +505,11 @@ struct MemoryPlan {
     double workspace = 0;                              // scratch within a layer, logits
     double tokens = 0;                                 // of the global batch's share, and their losses
     double buffered = 0;                               // the CPU build's copies of messages and its scratch for sums
+    double library = 0;                                // oneDNN's packed operands: measured, 2.5 MB a thread
     PipelineNeeds needs;
     double total() const {
-        return weights + gradients + optimizer + activations + recompute + messages + workspace + tokens + buffered;
+        return weights + gradients + optimizer + activations + recompute + messages + workspace + tokens + buffered +
+               library;
     }
 };
 
@@ -536,7 +538,13 @@ inline MemoryPlan memory_plan(const GptConfig& config, const Schedule& schedule,
     if (first || last) plan.tokens = 4.0 * schedule.m * double(5 * shape.rows());
     if (last) plan.tokens += 4.0 * schedule.m * double(shape.rows());
 #ifndef __CUDACC__
-    plan.buffered = (t > 1 ? message : 0) + (p > 1 ? 2 * message : 0) + (d > 1 ? double(4 << 20) : 0);
+    double summed = std::min(plan.weights, double(4 << 20));  // a bucket; else one tensor
+    if (distributed) {
+        summed = 0;
+        for (const Parameter& parameter : parameters) summed = std::max(summed, 4.0 * double(parameter.padded));
+    }
+    plan.buffered = (t > 1 ? message : 0) + (p > 1 ? 2 * message : 0) + (d > 1 ? summed : 0);
+    plan.library = 2.5e6 * omp_get_max_threads();
 #endif
     return plan;
 }

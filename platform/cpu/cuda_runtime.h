@@ -241,15 +241,15 @@ enum cudaMemcpyKind {
     cudaMemcpyDefault
 };
 
-// 64-byte aligned, so that vector loops do not depend on where a buffer lies; large buffers ask for huge pages.
+// 64-byte aligned, so that vector loops do not depend on where a buffer lies; large buffers ask for huge pages, but for
+// their end, so that no more is used than was asked for.
 inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     const size_t huge = size_t(2) << 20, alignment = bytes >= 2 * huge ? huge : 64;
     *pointer = nullptr;
     if (bytes == 0) return cudaSuccess;
     if (bytes > SIZE_MAX / 2) return cudaErrorMemoryAllocation;
-    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
-    if (posix_memalign(pointer, alignment, rounded) != 0) return cudaErrorMemoryAllocation;
-    if (alignment == huge) madvise(*pointer, rounded, MADV_HUGEPAGE);
+    if (posix_memalign(pointer, alignment, (bytes + 63) / 64 * 64) != 0) return cudaErrorMemoryAllocation;
+    if (alignment == huge) madvise(*pointer, bytes / huge * huge, MADV_HUGEPAGE);
     return cudaSuccess;
 }
 inline cudaError_t cudaFree(void* pointer) {

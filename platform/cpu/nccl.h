@@ -123,12 +123,25 @@ struct Messages {
 constexpr size_t kLargestMessage = size_t(1) << 30;  // MPI counts are ints
 inline int parts_of(size_t bytes) { return int((bytes + kLargestMessage - 1) / kLargestMessage); }
 
+// Copies of messages that have arrived leave their memory for the next: else the heap fills with holes.
+inline std::vector<std::vector<char>>& spare_copies() {
+    static std::vector<std::vector<char>> spares;
+    return spares;
+}
+inline std::vector<char> copy_of(const char* data, size_t bytes) {
+    std::vector<char> copy;
+    for (std::vector<char>& spare : spare_copies())
+        if (spare.capacity() >= bytes && (copy.capacity() == 0 || spare.capacity() < copy.capacity())) copy.swap(spare);
+    copy.assign(data, data + bytes);
+    return copy;
+}
+
 // Posts a message of any size; `buffered` sends from a copy.
 inline void post_send(ncclComm_t comm, const void* data, size_t bytes, int peer, int tag, Messages& messages,
                       bool buffered) {
     const char* from = static_cast<const char*>(data);
     if (buffered) {
-        messages.buffers.emplace_back(from, from + bytes);
+        messages.buffers.push_back(copy_of(from, bytes));
         from = messages.buffers.back().data();
     }
     const bool blocking = state().rendezvous;
@@ -176,7 +189,11 @@ inline NcclState& nccl_state() {
         auto* fresh = new NcclState;
         state().progress_sends = [fresh] {
             const size_t before = fresh->buffered.size();
-            fresh->buffered.remove_if([](Messages& messages) { return messages.finished(); });
+            fresh->buffered.remove_if([](Messages& messages) {
+                if (!messages.finished()) return false;
+                for (std::vector<char>& copy : messages.buffers) spare_copies().push_back(std::move(copy));
+                return true;
+            });
             return fresh->buffered.size() < before;
         };
         state().timed_out = [](double waited, const std::string& what) {
