@@ -802,9 +802,11 @@ int main(int argc, char** argv) {
         validate(options, ranks);
         data = open_dataset(options);
         encode_prompt(data, options);
+        // Nothing is made before all else is right
+        if (rank == 0 && !options.trace.empty()) check_writable("--trace", options.trace);
+        if (rank == 0 && !options.log_file.empty()) check_writable("--log-file", options.log_file);
         if (rank == 0 && !options.dump.empty()) make_directory("--dump", options.dump);
         if (rank == 0 && !options.log_file.empty()) log = LogFile(options.log_file);
-        if (rank == 0 && !options.trace.empty()) check_writable("--trace", options.trace);
     });
     if (ready && !help.empty()) {
         if (rank == 0) std::printf("%s", help.c_str());

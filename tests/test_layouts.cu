@@ -446,6 +446,54 @@ TEST_CASE("no hang and no difference with random delays and with messages that b
         }
 }
 
+// Loads the batches of two epochs and counts how often each window was read by all data parallel ranks together.
+TEST_CASE("worker: epochs" * doctest::skip()) {
+    int d = 0;
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &d));
+    choose_threads();
+    Layout layout;
+    layout.d = d;
+    Options o = options_of(layout, std::string(std::getenv("PTDP_DIR")) + "/text",
+                           {"--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length",
+                            "8", "--global-batch-size", "8", "--split", "8,1,1"});
+    const auto grid = make_grid(1, d, 1);
+    const Dataset data = open_dataset(o);
+    const int64_t n = data.training_windows(), B = o.global_batch_size;
+    REQUIRE(n % B == 0);
+    Device device;
+    LogFile log;
+    Trainer trainer(o, *grid, data, device, log);
+    std::vector<int> orders[2];
+    for (int epoch = 0; epoch < 2; ++epoch) {
+        std::vector<int> reads(n, 0), order(n, 0);
+        for (int64_t step = 0; step < n / B; ++step) {
+            const int64_t first = epoch * n + step * B;
+            trainer.load_batch([&](int64_t k) {
+                const int64_t window = data.training_window(first + k);
+                ++reads.at(window);
+                order[step * B + k] = int(window);
+                return data.window(window);
+            });
+        }
+        MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, reads.data(), int(n), MPI_INT, MPI_SUM, MPI_COMM_WORLD));
+        CHECK(std::all_of(reads.begin(), reads.end(), [](int times) { return times == 1; }));
+        MPI_CHECK(MPI_Allreduce(MPI_IN_PLACE, order.data(), int(n), MPI_INT, MPI_SUM, MPI_COMM_WORLD));
+        CHECK(!std::is_sorted(order.begin(), order.end()));
+        orders[epoch] = order;
+    }
+    CHECK(orders[0] != orders[1]);
+}
+
+TEST_CASE("an epoch reads every training window exactly once, for d = 1, 2, 4") {
+    TempDir dir;
+    make_text(dir.file("text"));
+    for (int d : {1, 2, 4}) {
+        CAPTURE(d);
+        const RunResult result = mpirun_self(d, "worker: epochs", {"PTDP_DIR=" + dir.path.string()});
+        CHECK_MESSAGE(result.status == 0, result.output);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Values made with Hugging Face GPT-2 in float64 (tests/golden)
 

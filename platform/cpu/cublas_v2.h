@@ -78,18 +78,24 @@ inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOp
     };
     const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
     const bool by_rows = n >= m;
-    const int extent = by_rows ? n : m;
+    const int extent = by_rows ? n : m, units = extent / 16;
     bool ok = true;
-    if (batch > 1 || threads == 1 || extent < 32) {
-#pragma omp parallel for schedule(static) reduction(&& : ok) if (threads > 1 && batch > 1)
-        for (int index = 0; index < batch; ++index) ok = multiply(index, 0, n, 0, m) && ok;
-    } else {
-        const int units = (extent + 15) / 16, slab = (units + threads - 1) / threads * 16;
+    if (threads > 1 && batch > 1) {
 #pragma omp parallel for schedule(static) reduction(&& : ok)
-        for (int begin = 0; begin < extent; begin += slab) {
-            const int size = extent - begin < slab ? extent - begin : slab;
-            ok = (by_rows ? multiply(0, begin, size, 0, m) : multiply(0, 0, n, begin, size)) && ok;
+        for (int index = 0; index < batch; ++index) ok = multiply(index, 0, n, 0, m) && ok;
+    } else if (threads > 1 && units > 1) {
+        // Slabs of whole units of 16, the last with the rest: a slab of one row would be summed in another order
+        const int slabs = units < threads ? units : threads;
+#pragma omp parallel for schedule(static) reduction(&& : ok)
+        for (int slab = 0; slab < slabs; ++slab) {
+            const int begin = units * slab / slabs * 16;
+            const int end = slab + 1 < slabs ? units * (slab + 1) / slabs * 16 : extent;
+            ok = (by_rows ? multiply(0, begin, end - begin, 0, m) : multiply(0, 0, n, begin, end - begin)) && ok;
         }
+    } else {
+        omp_set_num_threads(1);  // oneDNN's threads too
+        for (int index = 0; index < batch; ++index) ok = multiply(index, 0, n, 0, m) && ok;
+        omp_set_num_threads(threads);
     }
     return ok ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }

@@ -1,0 +1,509 @@
+// The program as its users meet it: ./train under mpirun, its messages, files and exit statuses.
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "tests/bounds.h"
+#include "tests/harness.h"
+
+namespace {
+
+using nlohmann::json;
+using Words = std::vector<std::string>;
+
+std::string train_program() {
+    const char* build = std::getenv("BUILD");
+    return std::string(build ? build : "build/cpu") + "/train";
+}
+
+Words operator+(Words x, const Words& y) {
+    x.insert(x.end(), y.begin(), y.end());
+    return x;
+}
+
+// A text of `size` bytes in which something can be learned.
+std::string some_text(int size) {
+    std::string text;
+    for (int i = 0; int(text.size()) < size; ++i) text += "line " + std::to_string(i * i % 97) + " of the text\n";
+    return text.substr(0, size);
+}
+
+const Words kSmall = {"--num-layers",        "4",  "--hidden-size", "32",  "--num-attention-heads", "4",
+                      "--seq-length",        "16", "--eval-iters",  "0",   "--micro-batch-size",    "1",
+                      "--global-batch-size", "8",  "--lr",          "3e-4"};
+
+struct Run {
+    TempDir dir;
+    Run() { write_file(dir.file("text"), some_text(4000)); }
+    RunResult operator()(int ranks, const Words& flags, int limit = 60, const Words& environment = {}) const {
+        const Words argv = Words{train_program(), "--data-path", dir.file("text")} + flags;
+        return ranks == 1 ? run_command(argv, limit, environment) : mpirun(ranks, argv, limit, environment);
+    }
+    std::vector<json> log(const std::string& name) const {
+        std::vector<json> lines;
+        std::istringstream text(read_file(dir.file(name)));
+        for (std::string line; std::getline(text, line);) lines.push_back(json::parse(line));
+        return lines;
+    }
+    std::vector<json> lines_of(const std::string& name, const std::string& type) const {
+        std::vector<json> chosen;
+        for (const json& line : log(name))
+            if (line["type"] == type) chosen.push_back(line);
+        return chosen;
+    }
+};
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+TEST_CASE("a user's mistake gets one message, status 2, and nothing is written") {
+    Run run;
+    const std::string dir = run.dir.path.string();
+    write_file(dir + "/empty", "");
+    write_file(dir + "/short", "abc");
+    write_file(dir + "/odd.bin", "abc");
+    write_file(dir + "/tokens.bin", std::string(4000, '\1'));  // tokens are 257
+    struct Mistake {
+        int ranks;
+        Words flags;
+        Words expected;  // all in the message
+    };
+    const std::vector<Mistake> mistakes = {
+        {1, {"--data-path", dir + "/missing"}, {"--data-path", "/missing", "No such file"}},
+        {1, {"--data-path", dir + "/empty"}, {"--data-path", "empty"}},
+        {1, {"--data-path", dir}, {"--data-path", "is a directory"}},
+        {1, {"--data-path", dir + "/short"}, {"3 tokens", "--seq-length 16", "17"}},
+        {1, {"--data-path", dir + "/odd.bin", "--vocab-size", "300"}, {"odd.bin", "3 bytes", "odd number"}},
+        {1, {"--data-path", dir + "/tokens.bin"}, {"--vocab-size is required"}},
+        {1, {"--data-path", dir + "/tokens.bin", "--vocab-size", "257"}, {"token 0 is 257", "--vocab-size 257"}},
+        {1, {"--vocab-size", "20"}, {"not below --vocab-size 20"}},
+        {1, {"--hidden-size", "30"}, {"--hidden-size 30", "--num-attention-heads 4", "1, 2, 3, 5"}},
+        {1, {"--hidden-size", "0"}, {"--hidden-size is 0", "from 1"}},
+        {1, {"--num-layers", "-3"}, {"--num-layers is -3"}},
+        {1, {"--num-layers", "2.5"}, {"--num-layers", "2.5"}},
+        {1, {"--seq-length", "99999999999"}, {"--seq-length", "1048576"}},
+        {1, {"--seq-length", "1000000", "--hidden-size", "1000000"}, {"--seq-length 1000000", "memory"}},
+        {1, {"--lr", "nan"}, {"--lr"}},
+        {1, {"--lr", "-1"}, {"--lr is -1"}},
+        {1, {"--min-lr", "1"}, {"--min-lr is 1", "0.0003"}},
+        {1, {"--hidden-dropout", "1"}, {"--hidden-dropout is 1", "below 1"}},
+        {1, {"--micro-batch-size", "3"}, {"--global-batch-size 8", "--micro-batch-size 3", "6 or 9"}},
+        {1, {"--tp", "2"}, {"number of ranks, 1", "= 2", "start 2 ranks"}},
+        {3, {"--tp", "2"}, {"number of ranks, 3", "start 2 or 4 ranks"}},
+        {3, {"--tp", "3"}, {"--num-attention-heads 4", "--tensor-model-parallel-size 3", "1, 2, 4"}},
+        {3, {"--pp", "3"}, {"--num-layers 4", "--pipeline-model-parallel-size 3", "1, 2, 4"}},
+        {1, {"--pp", "8"}, {"--pipeline-model-parallel-size 8", "--num-layers 4"}},
+        {2, {"--pp", "2", "--vp", "4"}, {"--num-layers 4", "--virtual-pipeline-size 4", "1, 2"}},
+        {1, {"--vp", "2"}, {"--virtual-pipeline-size 2", "--pipeline-model-parallel-size is 1"}},
+        {2, {"--pp", "2", "--vp", "2", "--global-batch-size", "7"}, {"microbatches, 7", "6 or 8"}},
+        {2, {"--pp", "2", "--vp", "2", "--schedule", "gpipe"}, {"--schedule gpipe", "--virtual-pipeline-size is 2"}},
+        {1, {"--schedule", "interleaved"}, {"--schedule interleaved", "--virtual-pipeline-size 2"}},
+        {1, {"--schedule", "zigzag"}, {"zigzag", "gpipe, 1f1b, interleaved"}},
+        {2, {"--pp", "2", "--num-layers-per-virtual-pipeline-stage", "3"}, {"--num-layers 4", "stage 3", "1, 2"}},
+        {1, {"--recompute-granularity", "some"}, {"--recompute-granularity", "full"}},
+        {1, {"--recompute-num-layers", "2"}, {"--recompute-num-layers 2", "--recompute-granularity full"}},
+        {1,
+         {"--recompute-granularity", "full", "--recompute-num-layers", "5"},
+         {"--recompute-num-layers is 5", "to 4"}},
+        {1, {"--split", "1,2"}, {"--split", "1,2"}},
+        {1, {"--split", "0,1,1"}, {"--split", "0,1,1"}},
+        {1, {"--trace-iterations", "2"}, {"--trace-iterations"}},
+        {1, {"--lr-warmup-iters", "3"}, {"--lr-warmup-iters 3", "--lr-decay-iters 3"}},
+        {1, {"--no-such-flag"}, {"--no-such-flag", "--help"}},
+        {1, {"--config", dir + "/no.cfg"}, {"no.cfg"}},
+        {1, {"--prompt", "\xff", "--vocab-size", "150"}, {"--prompt", "255", "150"}},
+    };
+    for (const Mistake& mistake : mistakes) {
+        const Words outputs = {"--train-iters", "3",           "--log-file", dir + "/log",
+                               "--dump",        dir + "/dump", "--trace",    dir + "/trace"};
+        Words flags = kSmall + outputs;
+        // What the mistake says again is said once: the first of two would be an error of its own
+        for (size_t i = 0; i < mistake.flags.size(); ++i) {
+            const auto found = std::find(flags.begin(), flags.end(), mistake.flags[i]);
+            if (mistake.flags[i][0] == '-' && found != flags.end()) flags.erase(found, found + 2);
+        }
+        Words argv = {train_program()};
+        const bool has_data =
+            std::find(mistake.flags.begin(), mistake.flags.end(), "--data-path") != mistake.flags.end();
+        if (!has_data) argv = argv + Words{"--data-path", dir + "/text"};
+        argv = argv + flags + mistake.flags;
+        const RunResult result = mistake.ranks == 1 ? run_command(argv) : mpirun(mistake.ranks, argv);
+        std::string all;
+        for (const std::string& word : mistake.flags) all += word + " ";
+        CAPTURE(all);
+        CAPTURE(result.output);
+        CHECK(result.status == 2);
+        for (const std::string& part : mistake.expected) CHECK_MESSAGE(contains(result.output, part), part);
+        CHECK(std::count(result.output.begin(), result.output.end(), '\n') == 1);
+        for (const char* name : {"/log", "/dump", "/trace"}) CHECK(!std::filesystem::exists(dir + name));
+    }
+}
+
+TEST_CASE("what cannot be written is refused before training") {
+    Run run;
+    for (const char* flag : {"--log-file", "--trace", "--dump"}) {
+        write_file(run.dir.file("file"), "");
+        const RunResult result = run(1, kSmall + Words{"--train-iters", "3", flag, run.dir.file("file/below")});
+        CAPTURE(result.output);
+        CHECK(result.status == 2);
+        CHECK(contains(result.output, flag));
+    }
+}
+
+TEST_CASE("the log: a config line, a train line per iteration, evaluations") {
+    Run run;
+    const RunResult result = run(2, {"--num-layers",
+                                     "2",
+                                     "--hidden-size",
+                                     "32",
+                                     "--num-attention-heads",
+                                     "4",
+                                     "--seq-length",
+                                     "16",
+                                     "--micro-batch-size",
+                                     "2",
+                                     "--global-batch-size",
+                                     "8",
+                                     "--train-iters",
+                                     "5",
+                                     "--eval-interval",
+                                     "2",
+                                     "--eval-iters",
+                                     "2",
+                                     "--split",
+                                     "8,2,0",
+                                     "--log-file",
+                                     run.dir.file("log"),
+                                     "--lr-warmup-iters",
+                                     "2"});
+    REQUIRE_MESSAGE(result.status == 0, result.output);
+    const std::vector<json> log = run.log("log");
+    REQUIRE(log.size() == 1 + 5 + 4);  // evaluated at 0, 2, 4 and the end
+    const json config = log[0];
+    CHECK(config["type"] == "config");
+    CHECK(config["data-parallel-size"] == 2);
+    CHECK(config["num-microbatches"] == 2);
+    CHECK(config["vocab-size"] == 256);
+    CHECK(config["parameters"] == 2 * (12 * 32 * 32 + 13 * 32) + (256 + 16 + 2) * 32);
+    // Every flag that --help lists is in the config line, but those of CLI11 itself
+    std::istringstream help(run(1, {"--help"}).output);
+    int flags = 0;
+    for (std::string word; help >> word;) {
+        if (word.rfind("--", 0) != 0 || word == "--config") continue;
+        std::string name = word.substr(2, word.find(',') == std::string::npos ? word.npos : word.find(',') - 2);
+        if (name == "help" || name == "pp" || name == "tp" || name == "vp") continue;
+        if (name == "train-iters" || config.contains(name)) ++flags;
+        CHECK_MESSAGE(config.contains(name), name);
+    }
+    CHECK(flags >= 40);
+    const std::vector<json> lines = run.lines_of("log", "train"), evaluations = run.lines_of("log", "eval");
+    REQUIRE(lines.size() == 5);
+    for (int i = 0; i < 5; ++i) {
+        CHECK(lines[i]["iteration"] == i + 1);
+        CHECK(lines[i]["tokens"] == 128);
+        CHECK(lines[i]["tokens_total"] == 128 * (i + 1));
+        CHECK(lines[i]["loss"].get<double>() > 1);
+        CHECK(lines[i]["grad_norm"].get<double>() > 0);
+        for (const char* name : {"tokens_per_s", "tflops_per_rank", "iteration_ms"})
+            CHECK(lines[i][name].get<double>() > 0);
+    }
+    CHECK(lines[0]["lr"].get<double>() == doctest::Approx(1.5e-4));
+    REQUIRE(evaluations.size() == 4);
+    CHECK(evaluations[1]["iteration"] == 2);
+    CHECK(evaluations[3]["iteration"] == 5);
+    CHECK(evaluations[3]["perplexity"].get<double>() ==
+          doctest::Approx(std::exp(evaluations[3]["loss"].get<double>())));
+}
+
+TEST_CASE("the microbatch size changes nothing; repeated runs and more threads are bitwise the same") {
+    Run run;
+    auto train = [&](const std::string& name, const Words& flags, const Words& environment) {
+        Words words = kSmall + Words{"--train-iters",    "6",      "--log-file",
+                                     run.dir.file(name), "--dump", run.dir.file(name + ".dump")};
+        if (!flags.empty()) {
+            const auto b = std::find(words.begin(), words.end(), "--micro-batch-size");
+            b[1] = flags[0];
+        }
+        const RunResult result = run(1, words, 60, environment);
+        REQUIRE_MESSAGE(result.status == 0, result.output);
+        return read_file(run.dir.file(name + ".dump/dump.safetensors"));
+    };
+    const std::string first = train("first", {}, {"OMP_NUM_THREADS=1"});
+    CHECK(first.size() > 10000);
+    CHECK(train("again", {}, {"OMP_NUM_THREADS=1"}) == first);
+    CHECK(train("two threads", {}, {"OMP_NUM_THREADS=2"}) == first);
+    CHECK(train("three threads", {}, {"OMP_NUM_THREADS=3"}) == first);
+    train("b2", {"2"}, {});
+    train("b4", {"4"}, {});
+    const std::vector<json> lines = run.lines_of("first", "train");
+    REQUIRE(lines.size() == 6);
+    for (const char* other : {"b2", "b4"}) {
+        const std::vector<json> others = run.lines_of(other, "train");
+        REQUIRE(others.size() == 6);
+        for (int i = 0; i < 6; ++i) {
+            CHECK(relative_difference(others[i]["loss"], lines[i]["loss"]) <= kLossBound);
+            CHECK(relative_difference(others[i]["grad_norm"], lines[i]["grad_norm"]) <= kNormBound);
+        }
+    }
+}
+
+TEST_CASE("one batch, repeated, is learned by heart") {
+    Run run;
+    write_file(run.dir.file("text"), some_text(16 * 8 + 1));  // 8 windows of 16 tokens: a batch
+    const RunResult result = run(1, {"--num-layers",
+                                     "2",
+                                     "--hidden-size",
+                                     "64",
+                                     "--num-attention-heads",
+                                     "4",
+                                     "--seq-length",
+                                     "16",
+                                     "--micro-batch-size",
+                                     "8",
+                                     "--train-iters",
+                                     "300",
+                                     "--lr",
+                                     "3e-3",
+                                     "--hidden-dropout",
+                                     "0",
+                                     "--attention-dropout",
+                                     "0",
+                                     "--split",
+                                     "1,0,0",
+                                     "--log-file",
+                                     run.dir.file("log")});
+    REQUIRE_MESSAGE(result.status == 0, result.output);
+    const std::vector<json> lines = run.lines_of("log", "train");
+    REQUIRE(lines.size() == 300);
+    CHECK(lines.front()["loss"].get<double>() > 4);
+    CHECK(lines.back()["loss"].get<double>() < 0.05);
+}
+
+TEST_CASE("a loss that is not finite stops the run with the iteration and advice") {
+    Run run;
+    for (int ranks : {1, 4}) {
+        Words flags = kSmall;
+        flags[std::find(flags.begin(), flags.end(), "--lr") - flags.begin() + 1] = "1e6";
+        const RunResult result = run(
+            ranks, flags + Words{"--train-iters", "50", "--weight-decay", "1000000", "--pp", ranks == 4 ? "2" : "1"});
+        CAPTURE(result.output);
+        CHECK(result.status == 1);
+        CHECK(contains(result.output, "is not finite"));
+        CHECK(contains(result.output, "train: iteration "));
+        CHECK(contains(result.output, "--lr"));
+        CHECK(!contains(result.output, "iteration 50"));
+    }
+}
+
+TEST_CASE("generation and evaluation are the same under every layout") {
+    Run run;
+    std::string sample;
+    std::vector<double> losses;
+    struct Case {
+        int ranks;
+        Words layout;
+    };
+    for (const Case& c : std::vector<Case>{{1, {}},
+                                           {2, {"--tp", "2"}},
+                                           {2, {"--pp", "2", "--vp", "2"}},
+                                           {2, {}},
+                                           {4, {"--tp", "2", "--pp", "2"}},
+                                           {8, {"--tp", "2", "--pp", "2", "--vp", "2"}}}) {
+        const std::string log = "log" + std::to_string(losses.size());
+        const RunResult result = run(c.ranks, Words{"--num-layers",
+                                                    "4",
+                                                    "--hidden-size",
+                                                    "32",
+                                                    "--num-attention-heads",
+                                                    "4",
+                                                    "--seq-length",
+                                                    "16",
+                                                    "--micro-batch-size",
+                                                    "1",
+                                                    "--global-batch-size",
+                                                    "8",
+                                                    "--train-iters",
+                                                    "10",
+                                                    "--lr",
+                                                    "3e-3",
+                                                    "--split",
+                                                    "8,2,0",
+                                                    "--eval-iters",
+                                                    "3",
+                                                    "--generate",
+                                                    "60",
+                                                    "--temperature",
+                                                    "0.7",
+                                                    "--top-k",
+                                                    "20",
+                                                    "--top-p",
+                                                    "0.95",
+                                                    "--prompt",
+                                                    "line ",
+                                                    "--log-file",
+                                                    run.dir.file(log)} +
+                                                  c.layout);
+        CAPTURE(result.output);
+        REQUIRE(result.status == 0);
+        const size_t begin = result.output.find("sample:\n"), end = result.output.find("the paper against this run");
+        REQUIRE(begin != std::string::npos);
+        const std::string text = result.output.substr(begin, end - begin);
+        CHECK(text.size() == 8 + 5 + 60 + 1);
+        if (sample.empty()) sample = text;
+        CHECK(text == sample);
+        const std::vector<json> evaluations = run.lines_of(log, "eval");
+        REQUIRE(evaluations.size() == 2);
+        losses.push_back(evaluations.back()["loss"]);
+        CHECK(relative_difference(losses.back(), losses.front()) <= 1e-5);  // a learning rate above the bounds'
+    }
+}
+
+TEST_CASE("the predicted memory is within 10% of the measured") {
+    Run run;
+    write_file(run.dir.file("text"), some_text(20000));
+    const Words model = {"--num-layers",        "8",   "--hidden-size", "192", "--num-attention-heads", "8",
+                         "--seq-length",        "128", "--eval-iters",  "0",   "--micro-batch-size",    "4",
+                         "--global-batch-size", "32",  "--train-iters", "3"};
+    struct Case {
+        int ranks;
+        Words layout;
+    };
+    for (const Case& c : std::vector<Case>{{1, {}},
+                                           {1, {"--recompute-granularity", "full", "--recompute-num-layers", "2"}},
+                                           {2, {"--tp", "2"}},
+                                           {4, {"--pp", "4"}},
+                                           {4, {"--pp", "2", "--vp", "2"}},
+                                           {4, {"--pp", "4", "--schedule", "gpipe"}},
+                                           {4, {"--tp", "2", "--use-distributed-optimizer"}},
+                                           {8, {"--tp", "2", "--pp", "2", "--vp", "2"}}}) {
+        const RunResult result = run(c.ranks, model + c.layout);
+        CAPTURE(result.output);
+        REQUIRE(result.status == 0);
+        const size_t at = result.output.find("largest difference ");
+        REQUIRE(at != std::string::npos);
+        const double percent = std::atof(result.output.c_str() + at + std::strlen("largest difference "));
+        CHECK(percent <= 10);
+    }
+}
+
+TEST_CASE("--trace: every operation of every rank, in one file") {
+    Run run;
+    const RunResult result = run(8, kSmall + Words{"--train-iters", "4", "--trace", run.dir.file("trace"),
+                                                   "--trace-iterations", "2-3", "--tp", "2", "--pp", "2", "--vp", "2"});
+    REQUIRE_MESSAGE(result.status == 0, result.output);
+    const json trace = json::parse(read_file(run.dir.file("trace")));
+    std::map<int, std::map<std::string, int>> counts;
+    std::map<int, std::vector<std::pair<double, double>>> operations;
+    int tracks = 0;
+    for (const json& event : trace["traceEvents"]) {
+        if (event["ph"] == "M") {
+            ++tracks;
+            continue;
+        }
+        CHECK(event["ts"].get<double>() >= 0);
+        CHECK(event["dur"].get<double>() >= 0);
+        const std::string category = event["cat"];
+        ++counts[event["tid"]][category];
+        if (category == "forward" || category == "backward")
+            operations[event["tid"]].push_back({event["ts"], event["ts"].get<double>() + event["dur"].get<double>()});
+    }
+    CHECK(tracks == 8);
+    REQUIRE(counts.size() == 8);
+    for (auto& [rank, count] : counts) {
+        CAPTURE(rank);
+        CHECK(count["forward"] == 2 * 2 * 4);  // iterations, chunks, microbatches
+        CHECK(count["backward"] == 2 * 2 * 4);
+        CHECK(count["tensor"] > 0);
+        CHECK(count["data"] > 0);
+        CHECK(count["exchange"] > 0);
+        CHECK(count["optimizer"] == 2);
+        auto& times = operations[rank];
+        std::sort(times.begin(), times.end());
+        for (size_t i = 1; i < times.size(); ++i) CHECK(times[i].first >= times[i - 1].second - 1.0);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Faults: the job ends, and says why
+
+namespace {
+
+struct GridLine {
+    int rank;
+    pid_t pid;
+};
+// Starts ./train on 4 ranks for ever, calls `harm` with the grid it printed once it trains, and waits for its end.
+template <class F>
+RunResult harm_a_run(const Run& run, const Words& flags, F harm, double* seconds) {
+    const std::string out = run.dir.file("out");
+    std::string command = "exec " + mpirun_program() + " -np 4 " + train_program() + " --data-path " +
+                          run.dir.file("text") + " --train-iters 1000000 --log-interval 1";
+    for (const std::string& word : kSmall + flags) command += " " + word;
+    RunResult result;
+    std::thread job([&] { result = run_command({"sh", "-c", command + " >" + out + " 2>&1"}, 60); });
+    std::vector<GridLine> grid;
+    for (int i = 0; i < 300; ++i) {
+        usleep(100000);
+        const std::string text = read_file(out);
+        if (!contains(text, "iteration     3/")) continue;
+        std::istringstream lines(text);
+        for (std::string line; std::getline(lines, line);) {
+            int rank = 0;
+            char host[64];
+            long pid = 0;
+            if (std::sscanf(line.c_str(), "%d %63s %ld", &rank, host, &pid) == 3 && rank == int(grid.size()))
+                grid.push_back({rank, pid_t(pid)});
+        }
+        break;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    if (grid.size() == 4) harm(grid);
+    job.join();
+    *seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    CHECK(grid.size() == 4);
+    result.output = read_file(out);
+    return result;
+}
+
+}  // namespace
+
+TEST_CASE("a rank killed with SIGKILL ends the job within 10 seconds") {
+    for (const Words& layout : std::vector<Words>{{"--tp", "2", "--pp", "2"}, {}}) {
+        Run run;
+        double seconds = 0;
+        pid_t killed = 0;
+        const RunResult result = harm_a_run(
+            run, layout,
+            [&](const std::vector<GridLine>& grid) {
+                killed = grid[2].pid;
+                kill(killed, SIGKILL);
+            },
+            &seconds);
+        CAPTURE(result.output);
+        CHECK(result.status != 0);
+        CHECK(result.status != 124);
+        CHECK(seconds < 10);
+        CHECK(contains(result.output, std::to_string(killed)));  // in the grid, and in MPICH's message
+    }
+}
+
+TEST_CASE("a silent rank: the others say whom they wait for, and the job ends") {
+    Run run;
+    double seconds = 0;
+    pid_t stopped = 0;
+    const RunResult result = harm_a_run(
+        run, {"--tp", "2", "--pp", "2", "--comm-timeout", "2"},
+        [&](const std::vector<GridLine>& grid) {
+            stopped = grid[3].pid;
+            kill(stopped, SIGSTOP);
+        },
+        &seconds);
+    kill(stopped, SIGKILL);
+    CAPTURE(result.output);
+    CHECK(result.status != 0);
+    CHECK(result.status != 124);
+    CHECK(seconds < 10);
+    CHECK(contains(result.output, "has waited 2 seconds without progress"));
+    CHECK(contains(result.output, "for rank(s) 3"));
+}
