@@ -11,10 +11,11 @@ namespace {
 using nlohmann::json;
 using Words = std::vector<std::string>;
 
-std::string train_program() {
+std::string program(const char* name) {
     const char* build = std::getenv("BUILD");
-    return std::string(build ? build : "build/cpu") + "/train";
+    return std::string(build ? build : "build/cpu") + "/" + name;
 }
+std::string train_program() { return program("train"); }
 
 Words operator+(Words x, const Words& y) {
     x.insert(x.end(), y.begin(), y.end());
@@ -421,6 +422,37 @@ TEST_CASE("--trace: every operation of every rank, in one file") {
         auto& times = operations[rank];
         std::sort(times.begin(), times.end());
         for (size_t i = 1; i < times.size(); ++i) CHECK(times[i].first >= times[i - 1].second - 1.0);
+    }
+}
+
+TEST_CASE("plan draws schedules, and refuses what has none") {
+    TempDir dir;
+    const std::string svg = dir.file("picture.svg");
+    const RunResult result = run_command({program("plan"), "--draw-schedule", "--schedule", "interleaved", "--pp", "4",
+                                          "--vp", "2", "--microbatches", "8", "--svg", svg});
+    CAPTURE(result.output);
+    REQUIRE(result.status == 0);
+    CHECK(contains(result.output, "0.187500 replayed, (p - 1) / (v m) = 0.187500"));
+    for (const char* device : {"device 1", "device 2", "device 3", "device 4"}) CHECK(contains(result.output, device));
+    const std::string picture = read_file(svg);
+    CHECK(picture.rfind("<svg", 0) == 0);
+    CHECK(contains(picture, "</svg>"));
+    size_t boxes = 0;
+    for (size_t at = 0; (at = picture.find("<rect", at)) != std::string::npos; ++at) ++boxes;
+    CHECK(boxes >= 4 * 2 * 2 * 8);  // a forward and a backward per device, chunk and microbatch
+
+    const std::vector<std::pair<Words, Words>> mistakes = {
+        {{"--schedule", "interleaved", "--pp", "4", "--vp", "2", "--microbatches", "6"}, {"6", "4 or 8"}},
+        {{"--schedule", "zigzag", "--pp", "4", "--microbatches", "8"}, {"zigzag"}},
+        {{"--schedule", "1f1b", "--pp", "0", "--microbatches", "8"}, {"size is 0", "from 1"}},
+        {{"--schedule", "gpipe", "--vp", "2", "--pp", "2", "--microbatches", "8"}, {"gpipe", "2"}},
+        {{"--schedule", "1f1b", "--pp", "2", "--microbatches", "2", "--svg", dir.file("no/where")},
+         {"--svg", "where"}}};
+    for (const auto& [flags, expected] : mistakes) {
+        const RunResult refused = run_command(Words{program("plan"), "--draw-schedule"} + flags);
+        CAPTURE(refused.output);
+        CHECK(refused.status == 2);
+        for (const std::string& part : expected) CHECK_MESSAGE(contains(refused.output, part), part);
     }
 }
 
