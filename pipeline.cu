@@ -645,6 +645,11 @@ struct PipelineExecutor {
     PipelineExecutor(const PipelineExecutor&) = delete;
     PipelineExecutor& operator=(const PipelineExecutor&) = delete;
 
+    // What one microbatch keeps on one chunk.
+    double slot_bytes() const {
+        return 4.0 * double(slot_floats(gpt.shape, int64_t(gpt.chunks[0].layers.size()), options.recompute_layers));
+    }
+
     static void create_events(std::vector<cudaEvent_t>& events, size_t count) {
         events.resize(count);
         for (cudaEvent_t& event : events) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));

@@ -614,6 +614,15 @@ inline void print_report(const Options& o, const Grid& grid, const Trainer& trai
         row("MB in embedding groups", formula.embedding, total[4], 1e6);
     }
     if (grid.d > 1) row("MB in data groups (tensors padded to 64 bytes)", formula.data, total[3], 1e6);
+    // §2.2.1, §2.2.2, §3.5: what rank 0 keeps between forward and backward
+    const PipelineExecutor& executor = trainer.executor;
+    const int in_flight =
+        in_flight_formula(schedule_kind(o.schedule), grid.p, 0, int(o.virtual_pipeline_size), int(o.num_microbatches));
+    row("MB of activations kept, rank 0, at most", in_flight * executor.slot_bytes(),
+        executor.peak_slots * executor.slot_bytes(), 1e6);
+    std::printf("    %d of %.3f MB, each %ld layer(s) of a microbatch%s\n", executor.peak_slots,
+                executor.slot_bytes() / 1e6, long(o.num_layers / (grid.p * o.virtual_pipeline_size)),
+                o.recompute() ? ", recomputed in the backward" : "");
 
     std::vector<nlohmann::json> ranks;
     for (const std::string& text : texts) ranks.push_back(nlohmann::json::parse(text));

@@ -411,7 +411,9 @@ TEST_CASE("--trace: every operation of every rank, in one file") {
     }
     CHECK(tracks == 8);
     REQUIRE(counts.size() == 8);
-    for (auto& [rank, count] : counts) {
+    for (auto& entry : counts) {
+        const int rank = entry.first;
+        auto& count = entry.second;
         CAPTURE(rank);
         CHECK(count["forward"] == 2 * 2 * 4);  // iterations, chunks, microbatches
         CHECK(count["backward"] == 2 * 2 * 4);
