@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -24,6 +25,7 @@
 #include "data_parallel.cu"
 #include "gpt.cu"
 #include "pipeline.cu"
+#include "platform/checkpoint.h"
 #include "platform/data.h"
 #include "platform/grid.h"
 #include "platform/log.h"
@@ -243,7 +245,7 @@ struct Trainer {
     Optimizer optimizer;
     std::vector<Tokens> microbatches;    // of the current batch; first and last stage only
     DeviceBuffer<double> sample_losses;  // [B]: each sample's sum over its tokens
-    int64_t iteration = 0;
+    int64_t iteration = 0, samples = 0;  // done and consumed
     std::pair<int64_t, int64_t> traced;  // iterations, first to last
     std::function<void()> before_step;   // if set, called when gradients are reduced, before clipping and the step
     Measured measured;
@@ -324,7 +326,7 @@ struct Trainer {
 
     // One iteration on the data's next batch.
     Result train_iteration() {
-        const int64_t first = iteration * o.global_batch_size;
+        const int64_t first = samples;
         return train_on([&](int64_t k) { return data.window(data.training_window(first + k)); });
     }
 
@@ -334,6 +336,7 @@ struct Trainer {
     Result train_on(F window_of) {
         const double start = now();
         ++iteration;
+        samples += o.global_batch_size;
         device.tracing = traced.first <= iteration && iteration <= traced.second;
         load_batch(window_of);
         PipelineCallbacks callbacks;
@@ -458,6 +461,113 @@ struct Trainer {
         return order.back();
     }
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checkpoints
+
+// The sizes that a checkpoint's model and a run's must share.
+inline nlohmann::ordered_json model_as_json(const Options& o) {
+    return {{"num-layers", o.num_layers},
+            {"hidden-size", o.hidden_size},
+            {"num-attention-heads", o.num_attention_heads},
+            {"seq-length", o.seq_length},
+            {"vocab-size", o.vocab_size}};
+}
+
+// Throws UserError naming the sizes in which the checkpoint's model is another.
+inline void check_model(const Options& o, const Checkpoint& checkpoint) {
+    std::string differences;
+    const nlohmann::ordered_json ours = model_as_json(o);
+    for (const auto& [name, value] : ours.items()) {
+        const auto theirs = checkpoint.state.model.value(name, nlohmann::ordered_json());
+        if (theirs != value)
+            differences += (differences.empty() ? "--" : ", --") + name + " " + value.dump() + " here, " +
+                           theirs.dump() + " there";
+    }
+    if (!differences.empty())
+        throw UserError("--load " + o.load + ": " + checkpoint.path + " is of another model: " + differences);
+}
+
+// This rank's slices of the model: weights, and Adam's two means. With `own`, only what no other rank holds too, so
+// that the slices of all ranks make up each tensor once. Padding of the vocabulary is left out.
+inline std::vector<Slice> model_slices(Gpt& gpt, Optimizer& optimizer, const Grid& grid, bool own) {
+    std::vector<Slice> slices;
+    for (size_t i = 0; i < gpt.parameters.size(); ++i) {
+        const Parameter& p = gpt.parameters[i];
+        const bool others = p.tied_copy || (p.split == Split::replicated && grid.t_rank > 0);
+        if (own && others) continue;
+        Slice slice;
+        slice.rows = p.rows;
+        slice.cols = p.cols;
+        slice.first_row = p.first_row;
+        slice.first_col = p.first_col;
+        slice.local_rows = std::clamp<int64_t>(p.rows - p.first_row, 0, p.local_rows);
+        slice.local_cols = p.local_cols;
+        const int64_t whole = slice.local_rows * slice.local_cols;
+        auto add = [&](const std::string& kind, float* data, int64_t begin, int64_t end) {
+            slice.name = kind + "/" + p.name;
+            slice.flat_begin = begin;
+            slice.flat_end = std::min(whole, end);
+            slice.data = data;
+            if (slice.flat_begin < slice.flat_end) slices.push_back(slice);
+        };
+        if (!own || grid.d_rank == 0) add("weight", gpt.weights.data + p.offset, 0, whole);
+        const OptimizerSlice& state = optimizer.slices[i];
+        const int64_t begin = int64_t(state.offset - p.offset);
+        if (!own || optimizer.distributed || grid.d_rank == 0) {
+            add("exp_avg", optimizer.m.data + state.state, begin, begin + int64_t(state.size));
+            add("exp_avg_sq", optimizer.v.data + state.state, begin, begin + int64_t(state.size));
+        }
+    }
+    return slices;
+}
+
+// Writes --save's checkpoint of where the trainer is. Collective; throws std::runtime_error on all ranks alike.
+inline void save(const Options& o, const Grid& grid, Trainer& trainer) {
+    CheckpointState state{trainer.iteration, trainer.samples, trainer.optimizer.step_count, model_as_json(o),
+                          nlohmann::ordered_json{{"t", grid.t},
+                                                 {"p", grid.p},
+                                                 {"d", grid.d},
+                                                 {"v", o.virtual_pipeline_size},
+                                                 {"distributed-optimizer", o.use_distributed_optimizer}}};
+    std::string name = "shard_t" + std::to_string(grid.t_rank) + "_p" + std::to_string(grid.p_rank);
+    if (grid.d_rank > 0) name += "_d" + std::to_string(grid.d_rank);
+    const double start = now();
+    save_checkpoint(trainer.device, o.save, name + ".safetensors",
+                    model_slices(trainer.gpt, trainer.optimizer, grid, true), state, o.keep);
+    if (grid.world_rank == 0) {
+        std::printf("iteration %ld | checkpoint saved to %s in %.2f s\n", long(trainer.iteration), o.save.c_str(),
+                    now() - start);
+        std::fflush(stdout);
+    }
+}
+
+// Puts the trainer where the checkpoint was written. Throws UserError.
+inline void load(const Checkpoint& checkpoint, const Grid& grid, Trainer& trainer) {
+    for (const Slice& slice : model_slices(trainer.gpt, trainer.optimizer, grid, false))
+        load_slice(trainer.device, checkpoint, slice);
+    trainer.iteration = checkpoint.state.iteration;
+    trainer.samples = checkpoint.state.samples;
+    trainer.optimizer.step_count = checkpoint.state.optimizer_steps;
+}
+
+// The signal that asked the run to stop, of SIGINT and SIGTERM; 0: none.
+inline volatile std::sig_atomic_t& stop_signal() {
+    static volatile std::sig_atomic_t signal = 0;
+    return signal;
+}
+
+// Whether any rank has been asked to stop. Collective.
+inline bool any_rank_stops() {
+    int mine = stop_signal() != 0, any = 0;
+    MPI_Request request;
+    MPI_CHECK(MPI_Iallreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD, &request));
+    for (int done = 0; !done;) {  // a blocking call would spin
+        MPI_CHECK(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+        if (!done) sched_yield();
+    }
+    return any != 0;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What a run prints
@@ -694,7 +804,7 @@ inline void warm_up(Device& device, Grid& grid) {
 }
 
 // Trains, evaluates and generates as the options say. Returns the exit status.
-inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log) {
+inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log, const Checkpoint* checkpoint) {
     const bool prints = grid.world_rank == 0;
     Device device;
     const GptConfig config = gpt_config(o);
@@ -712,6 +822,12 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
         line["parameters"] = parameter_count(config);
         log.line(line);
     }
+    if (checkpoint) {
+        checkpoint_detail::together([&] { load(*checkpoint, grid, trainer); });
+        if (prints)
+            std::printf("continuing from %s: iteration %ld, %ld samples\n", checkpoint->path.c_str(),
+                        long(trainer.iteration), long(trainer.samples));
+    }
     const bool evaluates = o.eval_iters > 0 && data.validation_windows() > 0;
     if (prints && o.eval_iters > 0 && !evaluates)
         std::printf("no validation windows in --split %s: no evaluation\n", o.split.c_str());
@@ -725,7 +841,10 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
     };
 
     const double tokens = double(o.global_batch_size) * double(o.seq_length), flops = iteration_flops(o);
-    if (evaluates && o.train_iters > 0) evaluate();
+    if (evaluates && trainer.iteration == 0 && o.train_iters > 0) evaluate();
+    if (!o.save.empty())
+        for (int signal : {SIGINT, SIGTERM}) std::signal(signal, [](int number) { stop_signal() = number; });
+    const int64_t first_iteration = trainer.iteration;
     double interval_seconds = 0, all_seconds = 0;
     int64_t interval_iterations = 0;
     while (trainer.iteration < o.train_iters) {
@@ -741,24 +860,31 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
                       {"grad_norm", result.gradient_norm},
                       {"lr", result.lr},
                       {"tokens", int64_t(tokens)},
-                      {"tokens_total", i * int64_t(tokens)},
+                      {"tokens_total", trainer.samples * o.seq_length},
                       {"tokens_per_s", tokens / result.seconds},
                       {"tflops_per_rank", flops / result.seconds / grid.world_size / 1e12},
                       {"iteration_ms", 1e3 * result.seconds}});
-            if (i % o.log_interval == 0 || i == o.train_iters || i == 1) {
+            if (i % o.log_interval == 0 || i == o.train_iters || i == first_iteration + 1) {
                 const double seconds = interval_seconds / double(interval_iterations);
                 std::printf(
                     "iteration %5ld/%ld | loss %.4f | grad norm %.3f | lr %.2e | %.0f tokens/s | %.3f TFLOP/s per rank "
                     "| %s left\n",
                     long(i), long(o.train_iters), result.loss, result.gradient_norm, result.lr, tokens / seconds,
                     flops / seconds / grid.world_size / 1e12,
-                    duration(all_seconds / double(i) * double(o.train_iters - i)).c_str());
+                    duration(all_seconds / double(i - first_iteration) * double(o.train_iters - i)).c_str());
                 std::fflush(stdout);
                 interval_seconds = 0;
                 interval_iterations = 0;
             }
         }
         if (evaluates && i % o.eval_interval == 0 && i < o.train_iters) evaluate();
+        if (o.save.empty()) continue;
+        const bool stops = any_rank_stops();
+        if (stops || i == o.train_iters || (o.save_interval > 0 && i % o.save_interval == 0)) save(o, grid, trainer);
+        if (stops && i < o.train_iters) {
+            if (prints) std::printf("asked to stop: continue with --load %s\n", o.save.c_str());
+            return 128 + SIGTERM;
+        }
     }
     if (evaluates) evaluate();
     if (o.generate > 0) {
@@ -796,6 +922,7 @@ bool all_succeed(F step) {
 }
 
 int main(int argc, char** argv) {
+    std::signal(SIGXFSZ, SIG_IGN);  // a file that would grow beyond its limit is an error like a full disk, not a crash
     MPI_CHECK(MPI_Init(&argc, &argv));
     MPI_CHECK(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
     int rank = 0, ranks = 1, status = 2;
@@ -804,23 +931,39 @@ int main(int argc, char** argv) {
     Options options;
     Dataset data;
     LogFile log;
+    std::unique_ptr<Checkpoint> checkpoint;
     std::string help;
-    const bool ready = all_succeed([&] {
+    bool ready = all_succeed([&] {
         options = parse_options(argc, argv, &help);
         if (!help.empty()) return;
         validate(options, ranks);
         data = open_dataset(options);
         encode_prompt(data, options);
-        // Nothing is made before all else is right
-        if (rank == 0 && !options.trace.empty()) check_writable("--trace", options.trace);
-        if (rank == 0 && !options.log_file.empty()) check_writable("--log-file", options.log_file);
-        if (rank == 0 && !options.dump.empty()) make_directory("--dump", options.dump);
-        if (rank == 0 && !options.log_file.empty()) log = LogFile(options.log_file);
+        if (!options.load.empty()) {
+            checkpoint = open_checkpoint(options.load, rank, ranks);
+            if (checkpoint) check_model(options, *checkpoint);
+            if (!checkpoint && options.load != options.save)
+                throw UserError("--load " + options.load + ": holds no complete checkpoint");
+        }
     });
+    // Nothing is made before all else is right on every rank
+    ready = ready && all_succeed([&] {
+                if (rank != 0 || !help.empty()) return;
+                if (!options.trace.empty()) check_writable("--trace", options.trace);
+                if (!options.log_file.empty()) check_writable("--log-file", options.log_file);
+                if (!options.dump.empty()) make_directory("--dump", options.dump);
+                if (!options.save.empty()) {
+                    make_directory("--save", options.save);
+                    check_writable("--save", options.save + "/.writable");
+                }
+                if (!options.log_file.empty()) log = LogFile(options.log_file);
+            });
     if (ready && !help.empty()) {
         if (rank == 0) std::printf("%s", help.c_str());
         status = 0;
     } else if (ready) {
+        if (rank == 0 && !options.load.empty() && !checkpoint)
+            std::printf("no checkpoint in %s yet: starting from the beginning\n", options.load.c_str());
         choose_threads();
 #ifndef __CUDACC__
         standin::set_comm_timeout(options.comm_timeout);
@@ -828,7 +971,7 @@ int main(int argc, char** argv) {
         try {
             const auto grid = make_grid(int(options.tensor_model_parallel_size), int(options.data_parallel_size),
                                         int(options.pipeline_model_parallel_size));
-            status = train(options, *grid, data, log);
+            status = train(options, *grid, data, log, checkpoint.get());
         } catch (const std::runtime_error& error) {  // on every rank alike
             if (rank == 0) std::fprintf(stderr, "train: %s\n", error.what());
             status = 1;

@@ -160,7 +160,8 @@ std::string where_text(const json& run) {
     return text;
 }
 
-void one_process(Bench& bench, const char* torch) {
+// The serial program on one core and on all; `python`, if not empty, can import PyTorch.
+void one_process(Bench& bench, const std::string& python) {
     std::printf(
         "one process (A: l=6 h=384 a=6 s=256 b=8 V=256; B: l=12 h=768 a=12 s=512 b=2 V=50304; C: l=4 h=256 a=4 s=128 "
         "b=16 V=256)\n"
@@ -175,9 +176,9 @@ void one_process(Bench& bench, const char* torch) {
                             1e3 * run["seconds"].get<double>(), per_second(run), rate / 1e9, peak / 1e9,
                             100 * rate / peak);
                 std::printf("      %s\n", where_text(run).c_str());
-                if (torch[0]) {
+                if (!python.empty()) {
                     const RunResult other =
-                        run_command(Words{torch, "bench/torch_gpt.py", std::to_string(cores),
+                        run_command(Words{python, "bench/torch_gpt.py", std::to_string(cores),
                                           options_detail::text(dropout), std::to_string(iterations)} +
                                         flags,
                                     600, {"OMP_WAIT_POLICY=passive"});
@@ -270,8 +271,9 @@ int main(int argc, char** argv) {
         return argc == 1;
     };
     Bench bench;
-    const bool torch = run_command({"python3", "-c", "import torch"}, 60).status == 0;
-    if (wanted("one")) one_process(bench, torch ? "python3" : "");
+    const std::string python = std::getenv("PYTHON") ? std::getenv("PYTHON") : "python3";
+    const bool torch = wanted("one") && run_command({python, "-c", "import torch"}, 60).status == 0;
+    if (wanted("one")) one_process(bench, torch ? python : "");
     if (wanted("one") && !torch) std::printf("PyTorch cannot be imported here: no comparison with it\n");
     if (wanted("parallel")) parallel(bench);
     if (wanted("layouts")) eight_ranks(bench);

@@ -103,6 +103,23 @@ inline std::unique_ptr<Grid> make_grid(int t, int d, int p) {
     return grid;
 }
 
+// Every rank's text on rank 0, in rank order. Collective.
+inline std::vector<std::string> gather_texts(const std::string& text) {
+    int rank = 0, ranks = 1;
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    int size = int(text.size());
+    std::vector<int> sizes(ranks), offsets(ranks, 0);
+    MPI_CHECK(MPI_Gather(&size, 1, MPI_INT, sizes.data(), 1, MPI_INT, 0, MPI_COMM_WORLD));
+    for (int i = 1; i < ranks; ++i) offsets[i] = offsets[i - 1] + sizes[i - 1];
+    std::string all(rank == 0 ? size_t(offsets.back() + sizes.back()) : 0, '\0');
+    MPI_CHECK(MPI_Gatherv(text.data(), size, MPI_CHAR, all.data(), sizes.data(), offsets.data(), MPI_CHAR, 0,
+                          MPI_COMM_WORLD));
+    std::vector<std::string> texts;
+    for (int i = 0; i < ranks && rank == 0; ++i) texts.push_back(all.substr(offsets[i], sizes[i]));
+    return texts;
+}
+
 template <class T>
 constexpr ncclDataType_t nccl_type() {
     if constexpr (std::is_same_v<T, float>) return ncclFloat32;

@@ -56,6 +56,9 @@ struct Options {
     int64_t log_interval = 10;  // Megatron-LM's 100 is long on a laptop
     std::string log_file;
     std::string dump;
+    std::string save, load;     // directories of checkpoints
+    int64_t save_interval = 0;  // iterations; 0: only at the end
+    int64_t keep = 0;           // newest checkpoints kept; 0: all
     std::string trace;
     std::string trace_iterations = "2-3";
     int64_t generate = 0;
@@ -140,6 +143,11 @@ inline void add_options(CLI::App& app, Options& o) {
         ->group("Data and output");
     app.add_option("--dump", o.dump, "directory for the last iteration's weights and gradients (safetensors)")
         ->group("Data and output");
+    app.add_option("--save", o.save, "write checkpoints into this directory: at the end, on SIGTERM and Ctrl-C, and")
+        ->group("Data and output");
+    app.add_option("--save-interval", o.save_interval, "every so many iterations; 0: not")->group("Data and output");
+    app.add_option("--keep", o.keep, "checkpoints kept, the newest; 0: all")->group("Data and output");
+    app.add_option("--load", o.load, "continue from this directory's newest checkpoint")->group("Data and output");
     app.add_option("--trace", o.trace, "write what every rank did, as Chrome trace events, to this file")
         ->group("Data and output");
     app.add_option("--trace-iterations", o.trace_iterations, "the iterations traced: FIRST-LAST")
@@ -295,6 +303,10 @@ inline void validate(Options& o, int64_t ranks) {
     in_range("--eval-interval", o.eval_interval, 1, int64_t(1) << 31);
     in_range("--eval-iters", o.eval_iters, 0, int64_t(1) << 31);
     in_range("--log-interval", o.log_interval, 1, int64_t(1) << 31);
+    in_range("--save-interval", o.save_interval, 0, int64_t(1) << 31);
+    in_range("--keep", o.keep, 0, int64_t(1) << 31);
+    if (o.save.empty() && (o.save_interval > 0 || o.keep > 0))
+        throw UserError(std::string(o.save_interval > 0 ? "--save-interval" : "--keep") + " needs --save DIR");
     in_range("--generate", o.generate, 0, kLargestSize);
     in_range("--temperature", o.temperature, 0.0, 1000.0);
     in_range("--top-k", o.top_k, 0, int64_t(1) << 30);
@@ -437,6 +449,10 @@ inline nlohmann::ordered_json options_as_json(const Options& o) {
     put("log-interval", o.log_interval);
     put("log-file", o.log_file);
     put("dump", o.dump);
+    put("save", o.save);
+    put("save-interval", o.save_interval);
+    put("keep", o.keep);
+    put("load", o.load);
     put("trace", o.trace);
     put("trace-iterations", o.trace_iterations);
     put("generate", o.generate);

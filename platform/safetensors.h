@@ -9,14 +9,18 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <zlib.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 // A file mapped for reading; nothing is read before it is touched.
@@ -46,6 +50,55 @@ struct MappedFile {
     }
     MappedFile(const MappedFile&) = delete;
     MappedFile& operator=(const MappedFile&) = delete;
+};
+
+// A file written aside and renamed when it is whole and on the disk; removed if that never happens. Throws
+// std::runtime_error with the path and the system's reason.
+struct FileWriter {
+    const std::string path, aside;
+    int file = -1;
+    uint64_t bytes = 0;
+    uint32_t crc = 0;  // CRC32 (zlib's) of what has been written
+
+    explicit FileWriter(const std::string& path) : path(path), aside(path + ".part") {
+        file = open(aside.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+        if (file < 0) refuse();
+    }
+    ~FileWriter() {
+        if (file >= 0) {
+            close(file);
+            unlink(aside.c_str());
+        }
+    }
+    FileWriter(const FileWriter&) = delete;
+    FileWriter& operator=(const FileWriter&) = delete;
+
+    void write(const void* data, size_t size) {
+        const char* from = static_cast<const char*>(data);
+        crc = uint32_t(crc32_z(crc, reinterpret_cast<const unsigned char*>(from), size));
+        bytes += size;
+        while (size > 0) {
+            const ssize_t count = ::write(file, from, std::min(size, size_t(1) << 30));
+            if (count < 0 && errno == EINTR) continue;
+            if (count < 0) refuse();
+            from += count;
+            size -= size_t(count);
+        }
+    }
+    // Returns the CRC32 of the whole.
+    uint32_t finish() {
+        if (fsync(file) != 0) refuse();
+        const int closed = close(file);
+        file = -1;
+        if (closed != 0 || rename(aside.c_str(), path.c_str()) != 0) {
+            const int error = errno;
+            unlink(aside.c_str());
+            errno = error;
+            refuse();
+        }
+        return crc;
+    }
+    [[noreturn]] void refuse() const { throw std::runtime_error(path + ": cannot write: " + std::strerror(errno)); }
 };
 
 struct SafeTensor {
@@ -148,51 +201,47 @@ private:
     }
 };
 
-// Collects tensors and writes them as one file: aside first, then renamed, so that a file of that name is always whole.
+// Collects tensors and writes them as one file: aside first, flushed to the disk, then renamed, so that a file of that
+// name is always whole. Tensors may be handed over as functions that are called when they are written, one after
+// another.
 struct SafeTensorsWriter {
+    using Source = std::function<std::vector<char>()>;
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
-    std::vector<std::vector<char>> contents;
+    std::vector<Source> sources;
     uint64_t size = 0;
 
+    struct Written {
+        uint64_t bytes = 0;
+        uint32_t crc32 = 0;  // of the whole file
+    };
+
     void metadata(const std::string& key, const std::string& value) { header["__metadata__"][key] = value; }
-    void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape, const void* data,
-             size_t bytes) {
+    void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape, size_t bytes,
+             Source source) {
         header[name] = {{"dtype", dtype}, {"shape", shape}, {"data_offsets", {size, size + bytes}}};
-        const char* begin = static_cast<const char*>(data);
-        contents.emplace_back(begin, begin + bytes);
+        sources.push_back(std::move(source));
         size += bytes;
     }
-    void add(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values) {
-        add(name, "F32", shape, values.data(), values.size() * sizeof(float));
-    }
-    void add(const std::string& name, const std::vector<int64_t>& shape, const std::vector<double>& values) {
-        add(name, "F64", shape, values.data(), values.size() * sizeof(double));
+    template <class T>
+    void add(const std::string& name, const std::vector<int64_t>& shape, const std::vector<T>& values) {
+        static_assert(std::is_same_v<T, float> || std::is_same_v<T, double>);
+        const char* begin = reinterpret_cast<const char*>(values.data());
+        const std::vector<char> copy(begin, begin + values.size() * sizeof(T));
+        add(name, sizeof(T) == 4 ? "F32" : "F64", shape, copy.size(), [copy] { return copy; });
     }
 
     // Throws std::runtime_error with the path and the system's reason; then no file of that name has been touched.
-    void write(const std::string& path) const {
+    Written write(const std::string& path) const {
         std::string text = header.dump();
         text.resize((text.size() + 7) / 8 * 8, ' ');  // tensors begin at a multiple of 8
         const uint64_t header_size = text.size();
-        const std::string aside = path + ".part";
-        std::FILE* out = std::fopen(aside.c_str(), "wb");
-        bool ok = out && std::fwrite(&header_size, sizeof header_size, 1, out) == 1 &&
-                  std::fwrite(text.data(), 1, text.size(), out) == text.size();
-        for (const auto& content : contents)
-            ok = ok && std::fwrite(content.data(), 1, content.size(), out) == content.size();
-        ok = ok && std::fflush(out) == 0;
-        int error = errno;
-        if (out && std::fclose(out) != 0 && ok) {
-            ok = false;
-            error = errno;
+        FileWriter out(path);
+        out.write(&header_size, sizeof header_size);
+        out.write(text.data(), text.size());
+        for (const Source& source : sources) {
+            const std::vector<char> content = source();
+            out.write(content.data(), content.size());
         }
-        if (ok && std::rename(aside.c_str(), path.c_str()) != 0) {
-            ok = false;
-            error = errno;
-        }
-        if (!ok) {
-            std::remove(aside.c_str());
-            throw std::runtime_error(path + ": cannot write: " + std::strerror(error));
-        }
+        return {out.bytes, out.finish()};
     }
 };
