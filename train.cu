@@ -28,6 +28,7 @@
 #include "platform/checkpoint.h"
 #include "platform/data.h"
 #include "platform/grid.h"
+#include "platform/huggingface.h"
 #include "platform/log.h"
 #include "platform/options.h"
 #include "platform/picture.h"
@@ -392,7 +393,7 @@ struct Trainer {
         double sum = 0;
         for (int64_t first = 0; first < samples; first += B) {
             // The last batch may be short: its remaining rows repeat windows and are not counted
-            load_batch([&](int64_t k) { return data.window(data.first_validation + (first + k) % samples); });
+            load_batch([&](int64_t k) { return data.validation_window((first + k) % samples); });
             executor.run(evaluation.schedule, evaluation.program, callbacks, false);
             const std::vector<double> losses = gather_losses();
             for (int64_t k = 0; k < B && first + k < samples; ++k) sum += losses[k];
@@ -549,6 +550,45 @@ inline void load(const Checkpoint& checkpoint, const Grid& grid, Trainer& traine
     trainer.iteration = checkpoint.state.iteration;
     trainer.samples = checkpoint.state.samples;
     trainer.optimizer.step_count = checkpoint.state.optimizer_steps;
+}
+
+// What --load-hf's model must hold.
+inline std::vector<HfTensor> hf_tensors(const GptConfig& config) {
+    std::vector<HfTensor> list;
+    for (const Parameter& p : gpt_parameters(config))
+        list.push_back({p.name, p.rows, p.cols, p.vector, p.name == "wpe.weight"});
+    return list;
+}
+
+// This rank's slices of a Hugging Face model's weights.
+inline void load_hf(const HfModel& model, Gpt& gpt) {
+    for (const Parameter& p : gpt.parameters) {
+        const SafeTensor& tensor = *model.tensors.at(p.name);
+        std::vector<float> values(p.local_size(), 0.0f);
+        for (int64_t r = 0; r < p.local_rows && p.first_row + r < p.rows; ++r)
+            for (int64_t c = 0; c < p.local_cols; ++c)
+                values[r * p.local_cols + c] = HfModel::value(tensor, (p.first_row + r) * p.cols + p.global_column(c));
+        to_device(gpt.device, gpt.weights.data + p.offset, values.data(), values.size());
+    }
+}
+
+// Writes --save-hf's directory: config.json and model.safetensors, the whole model from rank 0. Collective; throws
+// std::runtime_error on all ranks alike.
+inline void save_hf(const Options& o, const Grid& grid, const Gpt& gpt) {
+    SafeTensorsWriter writer;
+    writer.metadata("format", "pt");
+    gather_parameters(grid, gpt, gpt.weights.data, [&](const Parameter& p, const std::vector<float>& values) {
+        writer.add("transformer." + p.name,
+                   p.vector ? std::vector<int64_t>{p.cols} : std::vector<int64_t>{p.rows, p.cols}, values);
+    });
+    checkpoint_detail::together([&] {
+        if (grid.world_rank != 0) return;
+        writer.write(o.save_hf + "/model.safetensors");
+        const std::string config = hf_config(o);
+        FileWriter out(o.save_hf + "/config.json");
+        out.write(config.data(), config.size());
+        out.finish();
+    });
 }
 
 // The signal that asked the run to stop, of SIGINT and SIGTERM; 0: none.
@@ -804,7 +844,8 @@ inline void warm_up(Device& device, Grid& grid) {
 }
 
 // Trains, evaluates and generates as the options say. Returns the exit status.
-inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log, const Checkpoint* checkpoint) {
+inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log, const Checkpoint* checkpoint,
+                 const HfModel* hf_model) {
     const bool prints = grid.world_rank == 0;
     Device device;
     const GptConfig config = gpt_config(o);
@@ -828,6 +869,7 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
             std::printf("continuing from %s: iteration %ld, %ld samples\n", checkpoint->path.c_str(),
                         long(trainer.iteration), long(trainer.samples));
     }
+    if (hf_model) load_hf(*hf_model, trainer.gpt);
     const bool evaluates = o.eval_iters > 0 && data.validation_windows() > 0;
     if (prints && o.eval_iters > 0 && !evaluates)
         std::printf("no validation windows in --split %s: no evaluation\n", o.split.c_str());
@@ -887,6 +929,7 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
         }
     }
     if (evaluates) evaluate();
+    if (!o.save_hf.empty()) save_hf(o, grid, trainer.gpt);
     if (o.generate > 0) {
         if (prints) std::printf("sample:\n%s", data.bytes ? o.prompt.c_str() : (" " + o.prompt).c_str());
         trainer.generate([&](int32_t id) {
@@ -932,13 +975,17 @@ int main(int argc, char** argv) {
     Dataset data;
     LogFile log;
     std::unique_ptr<Checkpoint> checkpoint;
+    std::unique_ptr<HfModel> hf_model;
     std::string help;
     bool ready = all_succeed([&] {
         options = parse_options(argc, argv, &help);
         if (!help.empty()) return;
+        if (!options.load_hf.empty()) apply_hf_config(options);
         validate(options, ranks);
         data = open_dataset(options);
         encode_prompt(data, options);
+        if (!options.load_hf.empty())
+            hf_model = std::make_unique<HfModel>(options.load_hf, hf_tensors(gpt_config(options)));
         if (!options.load.empty()) {
             checkpoint = open_checkpoint(options.load, rank, ranks);
             if (checkpoint) check_model(options, *checkpoint);
@@ -956,6 +1003,7 @@ int main(int argc, char** argv) {
                     make_directory("--save", options.save);
                     check_writable("--save", options.save + "/.writable");
                 }
+                if (!options.save_hf.empty()) make_directory("--save-hf", options.save_hf);
                 if (!options.log_file.empty()) log = LogFile(options.log_file);
             });
     if (ready && !help.empty()) {
@@ -971,7 +1019,7 @@ int main(int argc, char** argv) {
         try {
             const auto grid = make_grid(int(options.tensor_model_parallel_size), int(options.data_parallel_size),
                                         int(options.pipeline_model_parallel_size));
-            status = train(options, *grid, data, log, checkpoint.get());
+            status = train(options, *grid, data, log, checkpoint.get(), hf_model.get());
         } catch (const std::runtime_error& error) {  // on every rank alike
             if (rank == 0) std::fprintf(stderr, "train: %s\n", error.what());
             status = 1;

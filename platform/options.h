@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -50,15 +51,16 @@ struct Options {
     uint64_t seed = 1234;
 
     // Data, evaluation, output
-    std::string data_path;
+    std::string data_path, valid_data_path;
     std::string split = "969,30,1";  // training, validation, test
     int64_t eval_interval = 1000, eval_iters = 100;
     int64_t log_interval = 10;  // Megatron-LM's 100 is long on a laptop
     std::string log_file;
     std::string dump;
-    std::string save, load;     // directories of checkpoints
-    int64_t save_interval = 0;  // iterations; 0: only at the end
-    int64_t keep = 0;           // newest checkpoints kept; 0: all
+    std::string save, load;        // directories of checkpoints
+    std::string load_hf, save_hf;  // directories of Hugging Face GPT-2 models
+    int64_t save_interval = 0;     // iterations; 0: only at the end
+    int64_t keep = 0;              // newest checkpoints kept; 0: all
     std::string trace;
     std::string trace_iterations = "2-3";
     int64_t generate = 0;
@@ -67,6 +69,8 @@ struct Options {
     int64_t top_k = 0;          // 0: all
     double top_p = 0;           // 0: all
     double comm_timeout = 600;  // seconds
+
+    std::set<std::string> given;  // names of the options that the command line or --config sets
 
     // Derived by validate()
     int64_t data_parallel_size = 1;  // d
@@ -133,7 +137,11 @@ inline void add_options(CLI::App& app, Options& o) {
     app.add_option("--adam-eps", o.adam_eps, "added to the root of the gradient's square")->group("Training");
     app.add_option("--seed", o.seed, "of initial weights, dropout, sample order and sampling")->group("Training");
 
-    app.add_option("--data-path", o.data_path, "a text file (bytes are tokens) or a .bin of uint16 tokens")
+    app.add_option("--data-path", o.data_path,
+                   "text (bytes are tokens), or a .bin of token ids: nanoGPT's, llm.c's, Megatron-LM's with its .idx")
+        ->group("Data and output");
+    app.add_option("--valid-data-path", o.valid_data_path,
+                   "validate on this file; all of --data-path is then for training")
         ->group("Data and output");
     app.add_option("--split", o.split, "shares of training, validation and test windows")->group("Data and output");
     app.add_option("--eval-interval", o.eval_interval, "iterations between evaluations")->group("Data and output");
@@ -148,6 +156,10 @@ inline void add_options(CLI::App& app, Options& o) {
     app.add_option("--save-interval", o.save_interval, "every so many iterations; 0: not")->group("Data and output");
     app.add_option("--keep", o.keep, "checkpoints kept, the newest; 0: all")->group("Data and output");
     app.add_option("--load", o.load, "continue from this directory's newest checkpoint")->group("Data and output");
+    app.add_option("--load-hf", o.load_hf, "begin with the weights of this directory's Hugging Face GPT-2")
+        ->group("Data and output");
+    app.add_option("--save-hf", o.save_hf, "write the weights as a Hugging Face GPT-2 into this directory at the end")
+        ->group("Data and output");
     app.add_option("--trace", o.trace, "write what every rank did, as Chrome trace events, to this file")
         ->group("Data and output");
     app.add_option("--trace-iterations", o.trace_iterations, "the iterations traced: FIRST-LAST")
@@ -171,6 +183,8 @@ inline Options parse_options(int argc, const char* const* argv, std::string* hel
     add_options(app, options);
     try {
         app.parse(argc, argv);
+        for (const CLI::Option* option : app.get_options())
+            if (option->count() > 0 && !option->get_lnames().empty()) options.given.insert(option->get_lnames()[0]);
     } catch (const CLI::CallForHelp&) {
         *help = app.help();
     } catch (const CLI::ParseError& error) {
@@ -307,6 +321,8 @@ inline void validate(Options& o, int64_t ranks) {
     in_range("--keep", o.keep, 0, int64_t(1) << 31);
     if (o.save.empty() && (o.save_interval > 0 || o.keep > 0))
         throw UserError(std::string(o.save_interval > 0 ? "--save-interval" : "--keep") + " needs --save DIR");
+    if (!o.load.empty() && !o.load_hf.empty())
+        throw UserError("--load and --load-hf both say where weights come from: give one of them");
     in_range("--generate", o.generate, 0, kLargestSize);
     in_range("--temperature", o.temperature, 0.0, 1000.0);
     in_range("--top-k", o.top_k, 0, int64_t(1) << 30);
@@ -316,6 +332,9 @@ inline void validate(Options& o, int64_t ranks) {
     if (!o.schedule.empty()) one_of("--schedule", o.schedule, kSchedules);
     if (!o.recompute_granularity.empty()) one_of("--recompute-granularity", o.recompute_granularity, {"full"});
     split_shares(o.split);
+    if (!o.valid_data_path.empty() && o.given.count("split"))
+        throw UserError("--split " + o.split + " and --valid-data-path " + o.valid_data_path +
+                        " both say what to validate on: give one of them");
     const int64_t last_traced = trace_range(o.trace_iterations).second;
     if (!o.trace.empty() && last_traced > o.train_iters)
         throw UserError("--trace-iterations " + o.trace_iterations + " goes beyond --train-iters " +
@@ -443,6 +462,7 @@ inline nlohmann::ordered_json options_as_json(const Options& o) {
     put("adam-eps", o.adam_eps);
     put("seed", o.seed);
     put("data-path", o.data_path);
+    put("valid-data-path", o.valid_data_path);
     put("split", o.split);
     put("eval-interval", o.eval_interval);
     put("eval-iters", o.eval_iters);
@@ -453,6 +473,8 @@ inline nlohmann::ordered_json options_as_json(const Options& o) {
     put("save-interval", o.save_interval);
     put("keep", o.keep);
     put("load", o.load);
+    put("load-hf", o.load_hf);
+    put("save-hf", o.save_hf);
     put("trace", o.trace);
     put("trace-iterations", o.trace_iterations);
     put("generate", o.generate);

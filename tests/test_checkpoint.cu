@@ -144,6 +144,60 @@ TEST_CASE("--train-iters 0 --load evaluates and generates what the run that save
     CHECK(evaluations[2]["iteration"] == 10);
 }
 
+TEST_CASE("--save-hf and --load-hf: the same model comes back, in any layout; what is not GPT-2 is named") {
+    Run run;
+    const std::string hf = run.dir.file("hf"), again = run.dir.file("again");
+    const Words batch = {
+        "--global-batch-size", "8", "--micro-batch-size", "1", "--split", "8,2,0", "--eval-iters", "2", "--log-file",
+        run.dir.file("log")};
+    const Words sizes = {"--num-layers", "4",  "--hidden-size", "32", "--num-attention-heads", "4",
+                         "--seq-length", "16", "--vocab-size",  "257"};
+    REQUIRE(run(4, batch + sizes + Words{"--train-iters", "5", "--tp", "2", "--pp", "2", "--save-hf", hf}).status == 0);
+    for (const LayoutFlags& layout : kLayouts) {
+        const RunResult result =
+            run(layout.ranks, batch + layout.flags + Words{"--train-iters", "0", "--load-hf", hf, "--save-hf", again});
+        REQUIRE_MESSAGE(result.status == 0, result.output);
+        CHECK(read_file(hf + "/model.safetensors") == read_file(again + "/model.safetensors"));
+    }
+    const std::vector<json> evaluations = run.lines_of("log", "eval");
+    REQUIRE(evaluations.size() == 2 + kLayouts.size());
+    for (size_t i = 2; i < evaluations.size(); ++i)
+        CHECK(relative_difference(evaluations[i]["loss"], evaluations[1]["loss"]) <= kLossBound);
+
+    auto refused = [&](const Words& expected, const Words& more = {}) {
+        const RunResult result = run(1, batch + Words{"--train-iters", "0", "--load-hf", hf} + more);
+        CAPTURE(result.output);
+        CHECK(result.status == 2);
+        for (const std::string& part : expected) CHECK_MESSAGE(contains(result.output, part), part);
+    };
+    refused({"--num-layers 3", "n_layer", "is 4"}, {"--num-layers", "3"});
+    refused({"--seq-length 17", "n_positions", "is 16"}, {"--seq-length", "17"});
+    refused({"--load", "--load-hf"}, {"--load", hf});
+    const std::string config = read_file(hf + "/config.json"), model = read_file(hf + "/model.safetensors");
+    auto with_config = [&](const char* key, const json& value) {
+        json changed = json::parse(config);
+        changed[key] = value;
+        write_file(hf + "/config.json", changed.dump());
+    };
+    with_config("activation_function", "relu");
+    refused({"activation_function", "relu", "gelu_new"});
+    with_config("n_embd", 64);
+    refused({"tensor wte.weight is [257, 32], not [257, 64]"});
+    with_config("n_layer", 5);
+    refused({"has no tensor h.4.ln_1.weight"});
+    with_config("n_layer", 3);
+    refused({"tensor h.3.", "is not GPT-2's"});
+    with_config("vocab_size", "many");
+    refused({"vocab_size"});
+    write_file(hf + "/config.json", "{");
+    refused({"config.json"});
+    write_file(hf + "/config.json", config);
+    write_file(hf + "/model.safetensors", model.substr(0, 1000));
+    refused({"model.safetensors", "not a valid safetensors file"});
+    std::filesystem::remove(hf + "/model.safetensors");
+    refused({"model.safetensors", "No such file"});
+}
+
 TEST_CASE("--save-interval and --keep leave the newest; saving over them starts anew") {
     Run run;
     const std::string saved = run.dir.file("saved");

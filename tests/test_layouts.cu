@@ -559,14 +559,19 @@ TEST_CASE("worker: golden" * doctest::skip()) {
         return tensors;
     };
     const Tensors weights = tensors_of("weight"), gradients = tensors_of("grad"), after = tensors_of("after");
-    for (const Parameter& p : gpt.parameters) {
-        const std::vector<float>& whole = weights.at(p.name);
-        std::vector<float> slice(p.local_size(), 0.0f);
-        for (int64_t r = 0; r < p.local_rows && p.first_row + r < p.rows; ++r)
-            for (int64_t c = 0; c < p.local_cols; ++c)
-                slice[r * p.local_cols + c] = whole[(p.first_row + r) * p.cols + p.global_column(c)];
-        to_device(device, gpt.weights.data + p.offset, slice.data(), slice.size());
+    // The weights come in as any Hugging Face model's do
+    const std::string hf = std::string(std::getenv("PTDP_DIR")) + "/hf";
+    if (grid->world_rank == 0) {
+        std::filesystem::create_directories(hf);
+        SafeTensorsWriter writer;
+        for (const Parameter& p : gpt_parameters(gpt.config))
+            writer.add("transformer." + p.name,
+                       p.vector ? std::vector<int64_t>{p.cols} : std::vector<int64_t>{p.rows, p.cols},
+                       weights.at(p.name));
+        writer.write(hf + "/model.safetensors");
     }
+    MPI_CHECK(MPI_Barrier(MPI_COMM_WORLD));
+    load_hf(HfModel(hf, hf_tensors(gpt.config)), gpt);
     const std::vector<int32_t> tokens = file.at("tokens").ints();
     const int64_t s = o.seq_length, b = o.micro_batch_size, V = o.vocab_size;
     auto window = [&](int64_t k) {

@@ -300,6 +300,71 @@ TEST_CASE("windows and splits of a file") {
     CHECK_THROWS_AS(open_dataset(o), UserError);
 }
 
+TEST_CASE("token files of Megatron-LM and llm.c, made by tests/golden/make_tokens.py, are read token for token") {
+    for (const char* name : {"megatron-uint16.bin", "megatron-int32.bin", "llmc.bin"}) {
+        CAPTURE(name);
+        const TokenFile tokens = open_tokens("--data-path", std::string("tests/golden/") + name);
+        CHECK(!tokens.bytes);
+        REQUIRE(tokens.count == 300);
+        int64_t wrong = 0;
+        for (int64_t k = 0; k < 300; ++k) wrong += tokens.at(k) != (31 * k * k + 7 * k) % 50257;
+        CHECK(wrong == 0);
+    }
+    // What is malformed is refused
+    TempDir dir;
+    const std::string bin = read_file("tests/golden/megatron-int32.bin"),
+                      idx = read_file("tests/golden/megatron-int32.idx");
+    write_file(dir.file("x.bin"), bin);
+    auto refused = [&](const std::string& index) {
+        write_file(dir.file("x.idx"), index);
+        CHECK_THROWS_AS(open_tokens("--data-path", dir.file("x.bin")), UserError);
+    };
+    write_file(dir.file("x.idx"), idx);
+    CHECK(open_tokens("--data-path", dir.file("x.bin")).count == 300);
+    for (size_t size = 0; size < idx.size(); size += 5) refused(idx.substr(0, size));
+    refused(idx + "x");
+    for (size_t at : {0, 9, 17, 18, 26, 34, 40, 134}) {
+        std::string bad = idx;
+        bad[at] = char(bad[at] + 64);
+        refused(bad);
+    }
+    write_file(dir.file("x.idx"), idx);
+    write_file(dir.file("x.bin"), bin.substr(4));
+    CHECK_THROWS_AS(open_tokens("--data-path", dir.file("x.bin")), UserError);
+    const std::string llmc = read_file("tests/golden/llmc.bin");
+    for (size_t size : {12, 100, 1023, 1024, 1600}) {
+        write_file(dir.file("y.bin"), llmc.substr(0, size));
+        CHECK_THROWS_AS(open_tokens("--data-path", dir.file("y.bin")), UserError);
+    }
+    // Negative and too large ids are named
+    std::string negative(8, '\xff');
+    write_file(dir.file("z.bin"), bin.substr(0, 1192) + negative);
+    write_file(dir.file("z.idx"), idx);
+    Options o;
+    o.seq_length = 4;
+    o.vocab_size = 50257;
+    o.data_path = dir.file("z.bin");
+    CHECK_THROWS_WITH_AS(open_dataset(o), doctest::Contains("token 298 is -1, not below --vocab-size 50257"),
+                         UserError);
+}
+
+TEST_CASE("--valid-data-path: one file to train on, another to validate on") {
+    TempDir dir;
+    write_file(dir.file("train"), std::string(41, 'a'));
+    write_file(dir.file("valid"), std::string(25, 'b'));
+    Options o;
+    o.seq_length = 8;
+    o.data_path = dir.file("train");
+    o.valid_data_path = dir.file("valid");
+    const Dataset data = open_dataset(o);
+    CHECK(data.training_windows() == 5);
+    CHECK(data.validation_windows() == 3);
+    CHECK(data.window(4) == std::vector<int32_t>(9, 'a'));
+    CHECK(data.validation_window(2) == std::vector<int32_t>(9, 'b'));
+    o.valid_data_path = "tests/golden/llmc.bin";
+    CHECK_THROWS_AS(open_dataset(o), UserError);
+}
+
 TEST_CASE("safetensors: what is written is read; what is malformed is refused") {
     TempDir dir;
     SafeTensorsWriter writer;
