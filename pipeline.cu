@@ -407,11 +407,13 @@ inline Slot carve_recompute_scratch(Carver& carver, const Shape& shape, int64_t 
     return scratch;
 }
 
-// The chunk's output, in slot.outputs.back(), for its input x [T, h].
-inline void chunk_forward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slot& slot, const float* x) {
+// The chunk's output, in slot.outputs.back(), for its input x [T, h]; `layer_done(i, output)` is called with layer i's.
+template <class F>
+void chunk_forward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slot& slot, const float* x, F layer_done) {
     for (size_t i = 0; i < chunk.layers.size(); ++i) {
         layer_forward(gpt, chunk.layers[i], mb, slot.layers[i], x, slot.outputs[i]);
         x = slot.outputs[i];
+        layer_done(i, x);
     }
 }
 
@@ -563,8 +565,10 @@ struct OpRecord {
 struct PipelineCallbacks {
     std::function<Microbatch(int)> microbatch;     // the i-th of the batch
     std::function<void(int, int)> gradient_ready;  // (chunk, layer of the chunk): complete for the whole batch
-    std::function<void(const Microbatch&, float*)>
-        head;  // in place of the loss, if set: the last layer's output [T, h]
+    // If set, called with each layer's output [T, h]
+    std::function<void(const Microbatch&, int64_t layer, const float*)> layer_output;
+    // If set, takes the loss's place: the last layer's output [T, h]
+    std::function<void(const Microbatch&, float*)> head;
 };
 
 struct PipelineExecutor {
@@ -727,7 +731,9 @@ struct PipelineExecutor {
             state.arriving.erase(key);
             gather(x, mb);
         }
-        chunk_forward(gpt, chunk, mb, slot, x);
+        chunk_forward(gpt, chunk, mb, slot, x, [&](size_t i, const float* output) {
+            if (callbacks.layer_output) callbacks.layer_output(mb, chunk.layers[i].index, output);
+        });
         float* out = slot.outputs.back();
         if (chunk.last) {
             if (callbacks.head) {

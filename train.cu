@@ -143,8 +143,27 @@ void gather_parameters(const Grid& grid, const Gpt& gpt, const float* flat, F co
     }
 }
 
-// Writes the iteration's weights, gradients (before clipping; each tensor whole, tied ones once) and loss. Collective.
-inline void write_dump(const Options& o, const Grid& grid, const Gpt& gpt, double loss) {
+// What --dump keeps of an iteration beside weights and gradients, on this rank: layers' outputs [B, s, h], of which it
+// fills in its own samples (tensor rank 0 only: the others hold the same), and the batch's tokens [B, s + 1].
+struct DumpedBatch {
+    std::map<int64_t, std::vector<float>> outputs;  // by layer
+    std::vector<int32_t> tokens;
+
+    // Layer's output [T, h] of a microbatch, row i b + j being position i of its sample j.
+    void add(Device& device, const Microbatch& mb, int64_t layer, const float* output, int64_t B, int64_t h) {
+        const std::vector<float> values = to_vector(device, output, size_t(mb.rows() * h));
+        std::vector<float>& whole = outputs[layer];
+        whole.resize(size_t(B * mb.s * h), 0.0f);
+        for (int64_t i = 0; i < mb.s; ++i)
+            for (int64_t j = 0; j < mb.b; ++j)
+                std::copy_n(values.begin() + (i * mb.b + j) * h, h,
+                            whole.begin() + ((mb.first_sample + j) * mb.s + i) * h);
+    }
+};
+
+// Writes the iteration's weights, gradients (before clipping; each tensor whole, tied ones once), layers' outputs,
+// tokens and loss. Collective.
+inline void write_dump(const Options& o, const Grid& grid, const Gpt& gpt, const DumpedBatch& batch, double loss) {
     SafeTensorsWriter writer;
     auto shape = [](const Parameter& p) {
         return p.vector ? std::vector<int64_t>{p.cols} : std::vector<int64_t>{p.rows, p.cols};
@@ -155,7 +174,20 @@ inline void write_dump(const Options& o, const Grid& grid, const Gpt& gpt, doubl
     gather_parameters(grid, gpt, gpt.gradients.data, [&](const Parameter& parameter, const std::vector<float>& values) {
         writer.add("gradient." + parameter.name, shape(parameter), values);
     });
+    // Each sample's outputs come from one rank and are zero on all others
+    const int64_t B = o.global_batch_size, s = o.seq_length, h = o.hidden_size;
+    for (int64_t layer = 0; layer < o.num_layers; ++layer) {
+        const auto mine = batch.outputs.find(layer);
+        const std::vector<float> nothing(mine == batch.outputs.end() ? B * s * h : 0, 0.0f);
+        std::vector<float> all(grid.world_rank == 0 ? B * s * h : 0);
+        const float* part = mine == batch.outputs.end() ? nothing.data() : mine->second.data();
+        for (int64_t sample = 0; sample < B; ++sample)
+            MPI_CHECK(MPI_Reduce(part + sample * s * h, grid.world_rank == 0 ? all.data() + sample * s * h : nullptr,
+                                 int(s * h), MPI_FLOAT, MPI_SUM, 0, MPI_COMM_WORLD));
+        if (grid.world_rank == 0) writer.add("h." + std::to_string(layer) + ".output", {B, s, h}, all);
+    }
     if (grid.world_rank != 0) return;
+    writer.add("tokens", {B, s + 1}, batch.tokens);
     writer.add("loss", {1}, std::vector<double>{loss});
     try {
         writer.write(o.dump + "/dump.safetensors");
@@ -343,6 +375,14 @@ struct Trainer {
         PipelineCallbacks callbacks;
         callbacks.microbatch = [&](int i) { return microbatch(i, true); };
         callbacks.gradient_ready = [&](int chunk, int layer) { reduction.gradient_ready(chunk, layer); };
+        const bool dumps = !o.dump.empty() && iteration == o.train_iters;
+        DumpedBatch dumped;
+        if (dumps && grid.t_rank == 0)
+            callbacks.layer_output = [&](const Microbatch& mb, int64_t layer, const float* output) {
+                dumped.add(device, mb, layer, output, o.global_batch_size, o.hidden_size);
+            };
+        for (int64_t k = 0; k < o.global_batch_size && dumps && grid.world_rank == 0; ++k)
+            for (int32_t token : window_of(k)) dumped.tokens.push_back(token);
         const double flops_before = device.gemm_flops;
         measured.bytes.add(grid, -1);
         executor.run(training.schedule, training.program, callbacks, true);
@@ -368,9 +408,8 @@ struct Trainer {
                                      " is not finite; try a lower --lr (now " + options_detail::text(result.lr) +
                                      "), a longer --lr-warmup-iters or a smaller --clip-grad (now " +
                                      options_detail::text(o.clip_grad) + ")");
-        const bool dumps = !o.dump.empty() && iteration == o.train_iters;
         if (o.use_distributed_optimizer && (dumps || before_step)) reduction.gather_gradients();
-        if (dumps) write_dump(o, grid, gpt, result.loss);
+        if (dumps) write_dump(o, grid, gpt, dumped, result.loss);
         if (before_step) before_step();
         measured.bytes.add(grid, -1);
         {

@@ -224,10 +224,11 @@ struct SafeTensorsWriter {
     }
     template <class T>
     void add(const std::string& name, const std::vector<int64_t>& shape, const std::vector<T>& values) {
-        static_assert(std::is_same_v<T, float> || std::is_same_v<T, double>);
+        static_assert(std::is_same_v<T, float> || std::is_same_v<T, double> || std::is_same_v<T, int32_t>);
+        const char* dtype = std::is_same_v<T, int32_t> ? "I32" : sizeof(T) == 4 ? "F32" : "F64";
         const char* begin = reinterpret_cast<const char*>(values.data());
         const std::vector<char> copy(begin, begin + values.size() * sizeof(T));
-        add(name, sizeof(T) == 4 ? "F32" : "F64", shape, copy.size(), [copy] { return copy; });
+        add(name, dtype, shape, copy.size(), [copy] { return copy; });
     }
 
     // Throws std::runtime_error with the path and the system's reason; then no file of that name has been touched.

@@ -198,6 +198,17 @@ TEST_CASE("--save-hf and --load-hf: the same model comes back, in any layout; wh
     refused({"model.safetensors", "No such file"});
 }
 
+TEST_CASE("a model of transformers' GPT2LMHeadModel comes in and goes out, with the same logits") {
+    const std::string python = std::getenv("PYTHON") ? std::getenv("PYTHON") : "python3";
+    if (run_command({python, "-c", "import torch, safetensors, transformers"}, 120).status != 0) {
+        skip("torch, safetensors and transformers cannot be imported by " + python + " (PYTHON=... names another)");
+        return;
+    }
+    const RunResult result = run_command({python, "tests/check_hf.py", train_program(), mpirun_program()}, 120);
+    CHECK_MESSAGE(result.status == 0, result.output);
+    CHECK(contains(result.output, "8 ranks"));
+}
+
 TEST_CASE("--save-interval and --keep leave the newest; saving over them starts anew") {
     Run run;
     const std::string saved = run.dir.file("saved");
