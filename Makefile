@@ -27,7 +27,7 @@ VECTORS  := $(shell grep -qs avx512f /proc/cpuinfo && echo -mprefer-vector-width
 OPTIMIZE  = -O3 -march=native $(VECTORS) -ffast-math --param=vect-max-peeling-for-alignment=0
 WARNINGS  = -Wall -Wextra
 CXXFLAGS  = -std=c++17 $(OPTIMIZE) $(WARNINGS) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES)
-LIBRARIES = -ldnnl -lz $(MPI_LIBRARIES)
+LIBRARIES = -ldnnl -lsentencepiece -lz $(MPI_LIBRARIES)
 BUILD     = build/cpu
 
 # Leaks are not looked for: MPI keeps some memory to the end
@@ -59,6 +59,9 @@ $(BUILD)/%: %.cu $(HEADERS) Makefile
 $(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(COMPILE)
+# This test trains a tokenizer
+$(BUILD)/test_platform: LIBRARIES += -lsentencepiece_train
+build/cuda/test_platform: CUDA_LIBRARIES += -lsentencepiece_train
 $(BUILD)/bench: bench/bench.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(COMPILE)
@@ -90,7 +93,7 @@ comma    := ,
 NVCC      = nvcc
 CUDA_ARCH = $(foreach arch,80 90 100,$(if $(findstring compute_$(arch),$(shell $(NVCC) --list-gpu-arch 2>/dev/null)),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)))
 NVCCFLAGS = -std=c++17 -O3 --extended-lambda -Werror all-warnings -Xcompiler -Wall,-Wextra -I. $(MPI_INCLUDES)
-CUDA_LIBRARIES = -lcublas -lnccl -lz $(filter -L% -l%,$(MPI_LIBRARIES))
+CUDA_LIBRARIES = -lcublas -lnccl -lsentencepiece -lz $(filter -L% -l%,$(MPI_LIBRARIES))
 cuda:
 	@command -v $(NVCC) >/dev/null || { echo "make cuda: there is no nvcc here; it comes with the CUDA Toolkit" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(patsubst %.cu,build/cuda/%,train.cu plan.cu $(notdir $(wildcard tests/test_*.cu)))

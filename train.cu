@@ -970,10 +970,10 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
     if (evaluates) evaluate();
     if (!o.save_hf.empty()) save_hf(o, grid, trainer.gpt);
     if (o.generate > 0) {
-        if (prints) std::printf("sample:\n%s", data.bytes ? o.prompt.c_str() : (" " + o.prompt).c_str());
+        if (prints) std::printf("sample:\n%s", data.training.text ? o.prompt.c_str() : (" " + o.prompt).c_str());
         trainer.generate([&](int32_t id) {
             if (!prints) return;
-            std::fputs(decode_token(data, id).c_str(), stdout);
+            std::fputs(data.tokenizer.decode(id).c_str(), stdout);
             std::fflush(stdout);
         });
         if (prints) std::printf("\n");

@@ -1,7 +1,8 @@
 // Training data: a file of tokens, cut into windows, in an order that depends on neither the layout nor the machine.
 //
-// The file is text, whose bytes are the tokens, or holds token ids: Megatron-LM's .bin with its .idx beside it
-// (MMapIndexedDataset), llm.c's .bin (magic 20240520), or nanoGPT's .bin, raw uint16. Files are mapped, not read.
+// The file is text, whose bytes are the tokens or which a SentencePiece model encodes, or holds token ids:
+// Megatron-LM's .bin with its .idx beside it (MMapIndexedDataset), llm.c's .bin (magic 20240520), or nanoGPT's .bin,
+// raw uint16. Files are mapped, not read.
 //
 // Window i is tokens [i s, i s + s]: s inputs and, one further, s targets. The file has n = floor((N - 1) / s) windows
 // (the tail is dropped), which --split cuts into contiguous training, validation and test ranges. The run's g-th
@@ -20,6 +21,7 @@
 #include "platform/options.h"
 #include "platform/random.h"
 #include "platform/safetensors.h"
+#include "platform/tokenizer.h"
 
 // The image of `index` under a pseudo-random permutation of [0, n): a balanced Feistel network on the smallest even
 // number of bits that holds n, walked until it lands below n. A bijection for every n, key and epoch.
@@ -44,8 +46,9 @@ inline int64_t permute(int64_t index, int64_t n, uint64_t seed, uint64_t epoch) 
 // A file of tokens.
 struct TokenFile {
     std::unique_ptr<MappedFile> file;
-    bool bytes = true;  // text
-    int width = 1;      // bytes per token, little-endian
+    std::vector<int32_t> encoded;  // of text with a tokenizer's model
+    bool text = true;
+    int width = 1;  // bytes per token, little-endian
     bool is_signed = false;
     const char* first = nullptr;  // token 0
     int64_t count = 0;
@@ -115,10 +118,10 @@ inline TokenFile open_tokens(const char* flag, const std::string& path) {
     }
     const size_t size = tokens.file->size;
     if (size == 0) throw refuse(path + ": is empty");
-    tokens.bytes = path.size() < 4 || path.compare(path.size() - 4, 4, ".bin") != 0;
+    tokens.text = path.size() < 4 || path.compare(path.size() - 4, 4, ".bin") != 0;
     tokens.first = tokens.file->data;
     tokens.count = int64_t(size);
-    if (tokens.bytes) return tokens;
+    if (tokens.text) return tokens;
 
     const std::string index = path.substr(0, path.size() - 4) + ".idx";
     constexpr size_t llmc_header = 256 * sizeof(int32_t);
@@ -151,7 +154,7 @@ inline TokenFile open_tokens(const char* flag, const std::string& path) {
 
 struct Dataset {
     TokenFile training, validation;  // validation: of --valid-data-path, else not used
-    bool bytes = true;               // tokens are bytes
+    Tokenizer tokenizer;
     int64_t sequence = 0;
     int64_t first_validation = 0, first_test = 0, windows = 0;  // training is [0, first_validation)
     uint64_t seed = 0;
@@ -193,11 +196,22 @@ inline int64_t count_windows(const char* flag, const std::string& path, const To
 // unreadable, empty, malformed or too short file, a directory, a token not below V.
 inline Dataset open_dataset(Options& o) {
     Dataset data;
-    data.training = open_tokens("--data-path", o.data_path);
-    data.bytes = data.training.bytes;
-    if (!data.bytes && o.vocab_size == 0)
+    if (!o.tokenizer_model.empty()) data.tokenizer.load(o.tokenizer_model);
+    auto open = [&](const char* flag, const std::string& path) {
+        TokenFile tokens = open_tokens(flag, path);
+        if (tokens.text && data.tokenizer.model) {
+            tokens.encoded = data.tokenizer.encode(std::string(tokens.first, tokens.count));
+            tokens.first = reinterpret_cast<const char*>(tokens.encoded.data());
+            tokens.count = int64_t(tokens.encoded.size());
+            tokens.width = 4;
+        }
+        return tokens;
+    };
+    data.training = open("--data-path", o.data_path);
+    data.tokenizer.bytes = data.training.text;
+    if (!data.training.text && !data.tokenizer.model && o.vocab_size == 0)
         throw UserError("--vocab-size is required for a .bin of tokens (--data-path " + o.data_path + ")");
-    if (o.vocab_size == 0) o.vocab_size = 256;
+    if (o.vocab_size == 0) o.vocab_size = data.tokenizer.vocabulary();
     data.sequence = o.seq_length;
     data.seed = o.seed;
     data.windows = count_windows("--data-path", o.data_path, data.training, o);
@@ -206,8 +220,8 @@ inline Dataset open_dataset(Options& o) {
     data.first_validation = int64_t(double(data.windows) * shares[0] / total + 0.5);
     data.first_test = int64_t(double(data.windows) * (shares[0] + shares[1]) / total + 0.5);
     if (!o.valid_data_path.empty()) {
-        data.validation = open_tokens("--valid-data-path", o.valid_data_path);
-        if (data.validation.bytes != data.bytes)
+        data.validation = open("--valid-data-path", o.valid_data_path);
+        if (data.validation.text != data.training.text)
             throw UserError("--valid-data-path " + o.valid_data_path + " and --data-path " + o.data_path +
                             ": one is text and the other a .bin of tokens");
         data.first_validation = data.windows;  // all of --data-path is for training
@@ -219,23 +233,13 @@ inline Dataset open_dataset(Options& o) {
     return data;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Prompts and generated text: bytes as they are, or token ids separated by spaces
-
+// The ids of --prompt. Throws UserError.
 inline std::vector<int32_t> encode_prompt(const Dataset& data, const Options& o) {
     std::vector<int32_t> ids;
-    if (data.bytes) {
-        for (char c : o.prompt) ids.push_back(uint8_t(c));
-    } else {
-        const char* text = o.prompt.c_str();
-        char* end = nullptr;
-        for (long id = std::strtol(text, &end, 10); end != text; id = std::strtol(text, &end, 10)) {
-            ids.push_back(int32_t(std::clamp(id, -1L, long(INT32_MAX))));
-            text = end;
-        }
-        if (std::string(text).find_first_not_of(" \n\t") != std::string::npos)
-            throw UserError("--prompt \"" + o.prompt +
-                            "\": for a .bin of tokens it must be token ids separated by spaces");
+    try {
+        ids = data.tokenizer.encode(o.prompt);
+    } catch (const UserError& error) {
+        throw UserError(std::string("--prompt: ") + error.what());
     }
     if (ids.empty()) ids.push_back(0);
     for (int32_t id : ids)
@@ -243,7 +247,4 @@ inline std::vector<int32_t> encode_prompt(const Dataset& data, const Options& o)
             throw UserError("--prompt: token " + std::to_string(id) + " is not below --vocab-size " +
                             std::to_string(o.vocab_size));
     return ids;
-}
-inline std::string decode_token(const Dataset& data, int32_t id) {
-    return data.bytes ? (id < 256 ? std::string(1, char(id)) : "?") : " " + std::to_string(id);
 }

@@ -22,6 +22,7 @@ header doctest/doctest.h doctest-dev
 header nlohmann/json.hpp nlohmann-json3-dev
 header CLI/CLI.hpp libcli11-dev
 header zlib.h zlib1g-dev
+header sentencepiece_processor.h libsentencepiece-dev
 [ -n "${MAKE_DATA:-}" ] || program bible bible-kjv
 
 if [ ${#missing[@]} -gt 0 ]; then

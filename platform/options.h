@@ -52,6 +52,7 @@ struct Options {
 
     // Data, evaluation, output
     std::string data_path, valid_data_path;
+    std::string tokenizer_model;
     std::string split = "969,30,1";  // training, validation, test
     int64_t eval_interval = 1000, eval_iters = 100;
     int64_t log_interval = 10;  // Megatron-LM's 100 is long on a laptop
@@ -142,6 +143,9 @@ inline void add_options(CLI::App& app, Options& o) {
         ->group("Data and output");
     app.add_option("--valid-data-path", o.valid_data_path,
                    "validate on this file; all of --data-path is then for training")
+        ->group("Data and output");
+    app.add_option("--tokenizer-model", o.tokenizer_model,
+                   "a SentencePiece model, for text, --prompt and what is generated")
         ->group("Data and output");
     app.add_option("--split", o.split, "shares of training, validation and test windows")->group("Data and output");
     app.add_option("--eval-interval", o.eval_interval, "iterations between evaluations")->group("Data and output");
@@ -463,6 +467,7 @@ inline nlohmann::ordered_json options_as_json(const Options& o) {
     put("seed", o.seed);
     put("data-path", o.data_path);
     put("valid-data-path", o.valid_data_path);
+    put("tokenizer-model", o.tokenizer_model);
     put("split", o.split);
     put("eval-interval", o.eval_interval);
     put("eval-iters", o.eval_iters);

@@ -1,4 +1,6 @@
 // What the components take for granted: the stand-in's collectives, messages and GEMM, and the platform's own parts.
+#include <sentencepiece_trainer.h>
+
 #include <algorithm>
 #include <array>
 
@@ -304,7 +306,7 @@ TEST_CASE("token files of Megatron-LM and llm.c, made by tests/golden/make_token
     for (const char* name : {"megatron-uint16.bin", "megatron-int32.bin", "llmc.bin"}) {
         CAPTURE(name);
         const TokenFile tokens = open_tokens("--data-path", std::string("tests/golden/") + name);
-        CHECK(!tokens.bytes);
+        CHECK(!tokens.text);
         REQUIRE(tokens.count == 300);
         int64_t wrong = 0;
         for (int64_t k = 0; k < 300; ++k) wrong += tokens.at(k) != (31 * k * k + 7 * k) % 50257;
@@ -363,6 +365,39 @@ TEST_CASE("--valid-data-path: one file to train on, another to validate on") {
     CHECK(data.validation_window(2) == std::vector<int32_t>(9, 'b'));
     o.valid_data_path = "tests/golden/llmc.bin";
     CHECK_THROWS_AS(open_dataset(o), UserError);
+}
+
+TEST_CASE("--tokenizer-model: text is encoded with a SentencePiece model, and comes back") {
+    TempDir dir;
+    std::string text;
+    for (int i = 0; i < 400; ++i) text += "line " + std::to_string(i * i % 97) + " of the text, with words in it\n";
+    write_file(dir.file("text"), text);
+    for (const bool fallback : {false, true}) {
+        const auto status = sentencepiece::SentencePieceTrainer::Train(
+            "--input=" + dir.file("text") + " --model_prefix=" + dir.file("model") +
+            " --vocab_size=330 --hard_vocab_limit=false --minloglevel=2 --add_dummy_prefix=false --model_type=bpe" +
+            (fallback ? " --byte_fallback=true" : ""));
+        REQUIRE_MESSAGE(status.ok(), status.ToString());
+        Options o;
+        o.seq_length = 8;
+        o.data_path = dir.file("text");
+        o.tokenizer_model = dir.file("model.model");
+        const Dataset data = open_dataset(o);
+        CHECK(o.vocab_size == data.tokenizer.model->GetPieceSize());
+        CHECK(data.training.count < int64_t(text.size()) / 2);
+        std::string back;
+        for (int64_t i = 0; i < data.training.count; ++i) back += data.tokenizer.decode(int32_t(data.training.at(i)));
+        std::string expected = text;
+        if (data.tokenizer.newline < 0)
+            expected.erase(std::remove(expected.begin(), expected.end(), '\n'), expected.end());
+        CHECK(back == expected);
+        CHECK((data.tokenizer.newline >= 0) == fallback);  // <0x0A>
+        o.prompt = "the text";
+        CHECK(!encode_prompt(data, o).empty());
+    }
+    Options o;
+    o.data_path = o.tokenizer_model = dir.file("text");
+    CHECK_THROWS_WITH_AS(open_dataset(o), doctest::Contains("is not a readable SentencePiece model"), UserError);
 }
 
 TEST_CASE("safetensors: what is written is read; what is malformed is refused") {
