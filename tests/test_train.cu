@@ -133,6 +133,7 @@ TEST_CASE("the log: a config line, a train line per iteration, evaluations") {
     CHECK(config["parameters"] == 2 * (12 * 32 * 32 + 13 * 32) + (256 + 16 + 2) * 32);
     // Every flag that --help lists is in the config line, but those of CLI11 itself
     std::istringstream help(run(1, {"--help"}).output);
+    const std::string readme = read_file("README.md");
     int flags = 0;
     for (std::string word; help >> word;) {
         if (word.rfind("--", 0) != 0 || word == "--config") continue;
@@ -140,6 +141,7 @@ TEST_CASE("the log: a config line, a train line per iteration, evaluations") {
         if (name == "help" || name == "pp" || name == "tp" || name == "vp") continue;
         if (name == "train-iters" || config.contains(name)) ++flags;
         CHECK_MESSAGE(config.contains(name), name);
+        CHECK_MESSAGE(contains(readme, "`--" + name), name);
     }
     CHECK(flags >= 40);
     const std::vector<json> lines = run.lines_of("log", "train"), evaluations = run.lines_of("log", "eval");
