@@ -83,7 +83,7 @@ test-full: export PTDP_FULL = 1
 test-full: test
 build-tests: $(if $(filter train,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(TESTS)
 
-# BENCH="one parallel layouts": only these tables
+# BENCH="one parallel layouts checkpoints": only these tables. PYTHON: one that can import PyTorch
 bench: deps
 	@$(MAKE) --no-print-directory $(BUILD)/bench
 	@$(BUILD)/bench $(BENCH)

@@ -81,6 +81,21 @@ int run_configuration(int argc, char** argv) {
         result["bubble_formula"] = bubble_formula(schedule.p, schedule.v, schedule.m);
         result["imbalance"] = replayed.imbalance;
     }
+    if (!o.save.empty()) {
+        const double start = now();
+        save(o, *grid, trainer);
+        const double saved = now();
+        const auto checkpoint = open_checkpoint(o.save, grid->world_rank, ranks);
+        const double opened = now();
+        load(*checkpoint, *grid, trainer);
+        const double loaded = now();
+        result["save_seconds"] = saved - start;
+        result["open_seconds"] = opened - saved;
+        result["load_seconds"] = loaded - opened;
+        double bytes = 0;
+        for (const auto& file : checkpoint->files) bytes += double(file->file.size);
+        result["checkpoint_bytes"] = bytes;
+    }
     if (grid->world_rank == 0) std::printf("BENCH %s\n", result.dump().c_str());
     return 0;
 }
@@ -253,6 +268,37 @@ void eight_ranks(Bench& bench) {
             }
 }
 
+// Saving against dd, which writes as many bytes to the same directory and flushes them; loading, with the checksums.
+void checkpoints(Bench& bench) {
+    const Words model = {"--num-layers", "6",  "--hidden-size",      "768", "--num-attention-heads", "12",
+                         "--seq-length", "64", "--micro-batch-size", "1",   "--vocab-size",          "50304"};
+    std::printf("\ncheckpoints in %s\n", bench.dir.path.c_str());
+    for (int ranks : {1, 2}) {
+        std::vector<double> ratios, save, dd, open, load;
+        double bytes = 0;
+        for (int round = 0; round < 3; ++round) {
+            const json run = bench.run(
+                ranks, 1, model + Words{"--tp", std::to_string(ranks), "--save", bench.dir.file("saved")}, 0, 1);
+            bytes = run["checkpoint_bytes"];
+            const RunResult plain = run_command(
+                {"dd", "if=/dev/zero", "of=" + bench.dir.file("dd" + std::to_string(ranks) + std::to_string(round)),
+                 "bs=1M", "count=" + std::to_string(int64_t(bytes) >> 20), "conv=fsync"},
+                300);
+            save.push_back(run["save_seconds"]);
+            dd.push_back(plain.seconds);
+            ratios.push_back(plain.seconds / save.back());
+            open.push_back(run["open_seconds"]);
+            load.push_back(run["load_seconds"]);
+        }
+        std::printf(
+            "  %d rank(s), %.2f GB: saving %.2f s, %.2f of dd's rate (%.2f s); loading %.2f GB/s, of which checksums "
+            "%.0f%%\n",
+            ranks, bytes / 1e9, median(save), median(ratios), median(dd), bytes / 1e9 / (median(open) + median(load)),
+            100 * median(open) / (median(open) + median(load)));
+        std::fflush(stdout);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -277,5 +323,6 @@ int main(int argc, char** argv) {
     if (wanted("one") && !torch) std::printf("PyTorch cannot be imported here: no comparison with it\n");
     if (wanted("parallel")) parallel(bench);
     if (wanted("layouts")) eight_ranks(bench);
+    if (wanted("checkpoints")) checkpoints(bench);
     return 0;
 }

@@ -140,10 +140,8 @@ inline void save_checkpoint(Device& device, const std::string& dir, const std::s
                 writer.add(slice.name, "F32",
                            whole ? std::vector<int64_t>{slice.local_rows, slice.local_cols}
                                  : std::vector<int64_t>{slice.size()},
-                           bytes, [&device, &slice, bytes] {
-                               std::vector<char> copy(bytes);
-                               to_host(device, copy.data(), reinterpret_cast<const char*>(slice.data), bytes);
-                               return copy;
+                           bytes, [&device, &slice](uint64_t begin, size_t size, char* out) {
+                               to_host(device, out, reinterpret_cast<const char*>(slice.data) + begin, size);
                            });
             }
             const SafeTensorsWriter::Written file = writer.write(aside + "/" + file_name);

@@ -290,9 +290,8 @@ inline void choose_schedule(std::string& schedule, int64_t v) {
             "--schedule interleaved needs --virtual-pipeline-size 2 or more, but it is 1: that is --schedule 1f1b");
 }
 
-// Checks everything that the options and the number of ranks decide, and fills in what follows from them. Throws
-// UserError.
-inline void validate(Options& o, int64_t ranks) {
+// Every value by itself, and pairs of flags that exclude each other.
+inline void validate_values(const Options& o) {
     using namespace options_detail;
     in_range("--num-layers", o.num_layers, 1, 100000);
     in_range("--hidden-size", o.hidden_size, 1, kLargestSize);
@@ -343,7 +342,11 @@ inline void validate(Options& o, int64_t ranks) {
     if (!o.trace.empty() && last_traced > o.train_iters)
         throw UserError("--trace-iterations " + o.trace_iterations + " goes beyond --train-iters " +
                         text(o.train_iters));
+}
 
+// The model's sizes against the layout's; fills in v and the schedule.
+inline void validate_layout(Options& o) {
+    using namespace options_detail;
     const int64_t l = o.num_layers, h = o.hidden_size, a = o.num_attention_heads, s = o.seq_length;
     const int64_t t = o.tensor_model_parallel_size, p = o.pipeline_model_parallel_size;
     if (h % a != 0)
@@ -394,7 +397,12 @@ inline void validate(Options& o, int64_t ranks) {
                         (chunks.empty() ? "" : "; with this pipeline size, valid virtual sizes are " + chunks));
     }
     choose_schedule(o.schedule, v);
+}
 
+// The ranks and the batch against the layout; fills in d, B and m.
+inline void validate_batch(Options& o, int64_t ranks) {
+    using namespace options_detail;
+    const int64_t t = o.tensor_model_parallel_size, p = o.pipeline_model_parallel_size, v = o.virtual_pipeline_size;
     if (ranks % (t * p) != 0)
         throw UserError("the number of ranks, " + text(ranks) + ", is not divisible by --tensor-model-parallel-size " +
                         text(t) + " times --pipeline-model-parallel-size " + text(p) + " = " + text(t * p) +
@@ -415,11 +423,21 @@ inline void validate(Options& o, int64_t ranks) {
     if (m * v > (int64_t(1) << 22))
         throw UserError("--global-batch-size " + text(o.global_batch_size) + " makes " + text(m) +
                         " microbatches, more than 4194304 / v: use a larger --micro-batch-size");
+}
 
+// Checks everything that the options and the number of ranks decide, and fills in what follows from them. Throws
+// UserError.
+inline void validate(Options& o, int64_t ranks) {
+    using namespace options_detail;
+    validate_values(o);
+    validate_layout(o);
+    validate_batch(o, ranks);
     if (!o.recompute() && o.recompute_num_layers != 1)
         throw UserError("--recompute-num-layers " + text(o.recompute_num_layers) +
                         " needs --recompute-granularity full");
-    if (o.recompute()) in_range("--recompute-num-layers", o.recompute_num_layers, 1, l / (p * v));
+    if (o.recompute())
+        in_range("--recompute-num-layers", o.recompute_num_layers, 1,
+                 o.num_layers / (o.pipeline_model_parallel_size * o.virtual_pipeline_size));
     if (o.lr_decay_iters == 0) o.lr_decay_iters = std::max<int64_t>(o.train_iters, 1);
     if (o.lr_warmup_iters > 0 && o.lr_warmup_iters >= o.lr_decay_iters && o.lr_decay_style != "constant")
         throw UserError("--lr-warmup-iters " + text(o.lr_warmup_iters) + " must be less than --lr-decay-iters " +

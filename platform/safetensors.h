@@ -205,9 +205,10 @@ private:
 // name is always whole. Tensors may be handed over as functions that are called when they are written, one after
 // another.
 struct SafeTensorsWriter {
-    using Source = std::function<std::vector<char>()>;
+    // Writes bytes [begin, begin + size) of a tensor to `out`.
+    using Source = std::function<void(uint64_t begin, size_t size, char* out)>;
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
-    std::vector<Source> sources;
+    std::vector<std::pair<uint64_t, Source>> tensors;  // bytes of each, and where they come from
     uint64_t size = 0;
 
     struct Written {
@@ -219,7 +220,7 @@ struct SafeTensorsWriter {
     void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape, size_t bytes,
              Source source) {
         header[name] = {{"dtype", dtype}, {"shape", shape}, {"data_offsets", {size, size + bytes}}};
-        sources.push_back(std::move(source));
+        tensors.push_back({bytes, std::move(source)});
         size += bytes;
     }
     template <class T>
@@ -228,7 +229,8 @@ struct SafeTensorsWriter {
         const char* dtype = std::is_same_v<T, int32_t> ? "I32" : sizeof(T) == 4 ? "F32" : "F64";
         const char* begin = reinterpret_cast<const char*>(values.data());
         const std::vector<char> copy(begin, begin + values.size() * sizeof(T));
-        add(name, dtype, shape, copy.size(), [copy] { return copy; });
+        add(name, dtype, shape, copy.size(),
+            [copy](uint64_t begin, size_t size, char* out) { std::memcpy(out, copy.data() + begin, size); });
     }
 
     // Throws std::runtime_error with the path and the system's reason; then no file of that name has been touched.
@@ -239,10 +241,14 @@ struct SafeTensorsWriter {
         FileWriter out(path);
         out.write(&header_size, sizeof header_size);
         out.write(text.data(), text.size());
-        for (const Source& source : sources) {
-            const std::vector<char> content = source();
-            out.write(content.data(), content.size());
-        }
-        return {out.bytes, out.finish()};
+        std::vector<char> piece(size_t(1) << 20);  // small enough to stay in the cache for the CRC32 and the write
+        for (const auto& [bytes, source] : tensors)
+            for (uint64_t begin = 0; begin < bytes; begin += piece.size()) {
+                const size_t count = size_t(std::min<uint64_t>(piece.size(), bytes - begin));
+                source(begin, count, piece.data());
+                out.write(piece.data(), count);
+            }
+        const uint32_t crc = out.finish();
+        return {out.bytes, crc};
     }
 };

@@ -16,9 +16,10 @@
 
 #include "tests/process.h"
 
-// Runs one worker case of this binary on `ranks` ranks.
-inline RunResult mpirun_self(int ranks, const std::string& worker, const std::vector<std::string>& environment = {},
+// Runs one worker case of this binary on `ranks` ranks; a rank that waits for half the limit says for whom.
+inline RunResult mpirun_self(int ranks, const std::string& worker, std::vector<std::string> environment = {},
                              int limit_seconds = 60) {
+    environment.push_back("PTDP_COMM_TIMEOUT=" + std::to_string(limit_seconds / 2));
     return mpirun(ranks, {self_program(), "--no-skip", "--test-case=" + worker, "--no-intro"}, limit_seconds,
                   environment);
 }

@@ -207,6 +207,7 @@ inline NcclState& nccl_state() {
             MPI_Abort(MPI_COMM_WORLD, 1);
             std::_Exit(1);
         };
+        if (const char* seconds = std::getenv("PTDP_COMM_TIMEOUT")) state().comm_timeout = std::atof(seconds);
         if (const char* mode = std::getenv("PTDP_RENDEZVOUS")) state().rendezvous = mode[0] == '1';
         if (const char* seed = std::getenv("PTDP_DELAY_SEED")) {
             int rank = 0;
