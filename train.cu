@@ -620,7 +620,7 @@ inline void save_hf(const Options& o, const Grid& grid, const Gpt& gpt) {
         writer.add("transformer." + p.name,
                    p.vector ? std::vector<int64_t>{p.cols} : std::vector<int64_t>{p.rows, p.cols}, values);
     });
-    checkpoint_detail::together([&] {
+    together([&] {
         if (grid.world_rank != 0) return;
         writer.write(o.save_hf + "/model.safetensors");
         const std::string config = hf_config(o);
@@ -903,7 +903,7 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
         log.line(line);
     }
     if (checkpoint) {
-        checkpoint_detail::together([&] { load(*checkpoint, grid, trainer); });
+        together([&] { load(*checkpoint, grid, trainer); });
         if (prints)
             std::printf("continuing from %s: iteration %ld, %ld samples\n", checkpoint->path.c_str(),
                         long(trainer.iteration), long(trainer.samples));
@@ -983,24 +983,19 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
     return 0;
 }
 
-// Runs `step` on every rank; if any rank throws a UserError, the first such rank prints it and all return false.
-// Collective.
+// Runs `step` on every rank; if any rank throws, its message (the first such rank's) is printed once and all return
+// false. Collective.
 template <class F>
 bool all_succeed(F step) {
-    int rank = 0, ranks = 1;
-    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
-    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
-    std::string message;
-    int failed = ranks, first = ranks;
     try {
-        step();
-    } catch (const UserError& error) {
-        message = error.what();
-        failed = rank;
+        together(step);
+        return true;
+    } catch (const std::runtime_error& error) {
+        int rank = 0;
+        MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+        if (rank == 0) std::fprintf(stderr, "train: %s\n", error.what());
+        return false;
     }
-    MPI_CHECK(MPI_Allreduce(&failed, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
-    if (first == rank) std::fprintf(stderr, "train: %s\n", message.c_str());
-    return first == ranks;
 }
 
 int main(int argc, char** argv) {

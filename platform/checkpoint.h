@@ -85,29 +85,6 @@ inline std::vector<int64_t> iterations_in(const std::string& dir) {
     std::sort(list.begin(), list.end());
     return list;
 }
-
-// Runs step() on every rank, then throws the first rank's std::runtime_error on all of them, if any threw. Collective.
-template <class F>
-void together(F step) {
-    int rank = 0, ranks = 1;
-    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
-    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
-    std::string message;
-    int failed = ranks, first = ranks;
-    try {
-        step();
-    } catch (const std::exception& error) {
-        message = error.what();
-        failed = rank;
-    }
-    MPI_CHECK(MPI_Allreduce(&failed, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
-    if (first == ranks) return;
-    int size = int(message.size());
-    MPI_CHECK(MPI_Bcast(&size, 1, MPI_INT, first, MPI_COMM_WORLD));
-    message.resize(size);
-    MPI_CHECK(MPI_Bcast(message.data(), size, MPI_CHAR, first, MPI_COMM_WORLD));
-    throw std::runtime_error(message);
-}
 }  // namespace checkpoint_detail
 
 // Writes a checkpoint into `dir`: each rank its slices (none: no file) as `file_name`, rank 0 the manifest. Then
