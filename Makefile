@@ -62,6 +62,11 @@ $(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
 # This test trains a tokenizer
 $(BUILD)/test_platform: LIBRARIES += -lsentencepiece_train
 build/cuda/test_platform: CUDA_LIBRARIES += -lsentencepiece_train
+# The kernels' tests with a fiber for every CUDA thread
+FIBERS = $(addprefix $(BUILD)/fibers/,test_gpt test_data_parallel fiber_faults)
+$(BUILD)/fibers/%: tests/%.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ -DPTDP_FIBERS -O1 -std=c++17 $(WARNINGS) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES) $< -o $@ $(LIBRARIES) -lboost_context
 $(BUILD)/bench: bench/bench.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(COMPILE)
@@ -81,7 +86,7 @@ test: deps
 	@BUILD=$(BUILD) TESTS_SECONDS=$(TESTS_SECONDS) tests/run $(TESTS)
 test-full: export PTDP_FULL = 1
 test-full: test
-build-tests: $(if $(filter train,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(TESTS)
+build-tests: $(if $(filter train,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
 
 # BENCH="one parallel layouts checkpoints": only these tables. PYTHON: one that can import PyTorch
 bench: deps

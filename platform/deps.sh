@@ -21,6 +21,7 @@ header dnnl.h libdnnl-dev
 header doctest/doctest.h doctest-dev
 header nlohmann/json.hpp nlohmann-json3-dev
 header CLI/CLI.hpp libcli11-dev
+header boost/context/fiber.hpp libboost-context-dev
 header zlib.h zlib1g-dev
 header sentencepiece_processor.h libsentencepiece-dev
 [ -n "${MAKE_DATA:-}" ] || program bible bible-kjv

@@ -218,18 +218,24 @@ void launch(Device& device, int64_t grid, int block, Args... args) {
 }
 
 // The sum (maximum) of `x` over the threads of a block, returned to every thread. All threads must call it. Right for
-// every blockDim.x that is 1 or a multiple of 32; added in an order fixed by blockDim.x.
+// every blockDim.x up to 1024; added in an order fixed by blockDim.x.
 template <bool maximum, class T>
 __device__ inline T block_reduce(T x) {
     if (blockDim.x == 1) return x;
     __shared__ T warps[32];
     auto combine = [](T a, T b) { return maximum ? (a > b ? a : b) : a + b; };
-    for (int offset = 16; offset > 0; offset /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    // The last warp may be short: lanes that do not exist are left out, and lane 0 still gets all that do
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, rest = blockDim.x - 32 * warp;
+    const unsigned lanes = rest < 32 ? rest : 32, mask = 0xffffffffu >> (32 - lanes);
+    for (unsigned offset = 16; offset > 0; offset /= 2) {
+        const T other = __shfl_xor_sync(mask, x, int(offset));
+        if ((lane ^ offset) < lanes) x = combine(x, other);
+    }
     __syncthreads();  // the previous reduction's readers are done with `warps`
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    if (lane == 0) warps[warp] = x;
     __syncthreads();
     x = warps[0];
-    for (int warp = 1; warp < int(blockDim.x) / 32; ++warp) x = combine(x, warps[warp]);
+    for (unsigned i = 1; i < (blockDim.x + 31) / 32; ++i) x = combine(x, warps[i]);
     return x;
 }
 template <class T>

@@ -438,6 +438,9 @@ TEST_CASE("20 iterations: every t, and every schedule of p = 2, 3, 4, compute th
                     if (kLayers % (p * v) == 0) layouts.push_back({p, 1, 1, v, "interleaved", b, 1, 0, 0});
         }
     }
+    // Pipeline times tensor, with scatter/gather and without
+    for (const auto& [p, t] : std::vector<std::pair<int, int>>{{2, 2}, {2, 4}, {4, 2}})
+        for (int scatter : {1, 0}) layouts.push_back({p, t, 1, 1, "1f1b", 1, scatter, 0, 0});
     run_worlds(dir, layouts, 300, {"PTDP_ITERATIONS=20"});
 }
 

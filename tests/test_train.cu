@@ -1,4 +1,6 @@
 // The program as its users meet it: ./train under mpirun, its messages, files and exit statuses.
+#include <sys/resource.h>
+
 #include "tests/bounds.h"
 #include "tests/program.h"
 
@@ -445,4 +447,23 @@ TEST_CASE("a silent rank: the others say whom they wait for, and the job ends") 
     CHECK(seconds < 10);
     CHECK(contains(result.output, "has waited 2 seconds without progress"));
     CHECK(contains(result.output, "for rank(s) 3"));
+}
+
+TEST_CASE("a rank that fails names itself, the call and the place, and ends the job") {
+    Run run;
+    double seconds = 0;
+    const RunResult result = harm_a_run(
+        run, {"--tp", "2", "--pp", "2", "--log-file", run.dir.file("log")},
+        [&](const std::vector<GridLine>& grid) {  // its log may not grow any more
+            const rlimit limit = {1000, 1000};
+            CHECK(prlimit(grid[0].pid, RLIMIT_FSIZE, &limit, nullptr) == 0);
+        },
+        &seconds);
+    CAPTURE(result.output);
+    CHECK(result.status != 0);
+    CHECK(result.status != 124);
+    CHECK(seconds < 10);
+    CHECK(contains(result.output, "rank 0 failed: write to --log-file " + run.dir.file("log") + " at "));
+    CHECK(contains(result.output, "log.h:"));
+    CHECK(contains(result.output, "File too large"));
 }

@@ -25,6 +25,10 @@
 #define __global__ static
 #define __device__
 #define __host__
+
+#ifdef PTDP_FIBERS
+#include "fibers.h"  // for tests: real threads per block
+#else
 #define __shared__
 
 struct dim3 {
@@ -47,6 +51,7 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int) {
     return value;
 }
+#endif
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 inline const char* cudaGetErrorString(cudaError_t error) {
@@ -158,6 +163,7 @@ inline void wait_stream(cudaStream_t stream) {
     while (stream && !stream->pending.empty()) wait_operation(stream->pending.front());
 }
 
+#ifndef PTDP_FIBERS
 // Runs f() once per block. A rank with several cores divides the blocks among them; results cannot depend on how, since
 // no block reads what another writes.
 template <class F>
@@ -174,6 +180,7 @@ void run_blocks(int64_t grid, int /*threads per block: always run as one*/, F f)
         for (int64_t block = 0; block < grid; ++block) run(block);
     }
 }
+#endif
 
 }  // namespace standin
 
@@ -244,16 +251,25 @@ enum cudaMemcpyKind {
 // 64-byte aligned, so that vector loops do not depend on where a buffer lies; large buffers ask for huge pages, but for
 // their end, so that no more is used than was asked for.
 inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-    const size_t huge = size_t(2) << 20, alignment = bytes >= 2 * huge ? huge : 64;
     *pointer = nullptr;
     if (bytes == 0) return cudaSuccess;
     if (bytes > SIZE_MAX / 2) return cudaErrorMemoryAllocation;
+#ifdef PTDP_FIBERS
+    *pointer = standin::guarded_malloc(bytes);
+    return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
+#else
+    const size_t huge = size_t(2) << 20, alignment = bytes >= 2 * huge ? huge : 64;
     if (posix_memalign(pointer, alignment, (bytes + 63) / 64 * 64) != 0) return cudaErrorMemoryAllocation;
     if (alignment == huge) madvise(*pointer, bytes / huge * huge, MADV_HUGEPAGE);
     return cudaSuccess;
+#endif
 }
 inline cudaError_t cudaFree(void* pointer) {
+#ifdef PTDP_FIBERS
+    standin::guarded_free(pointer);
+#else
     free(pointer);
+#endif
     return cudaSuccess;
 }
 inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
