@@ -12,6 +12,7 @@
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 #include <mpi.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -43,6 +44,7 @@ struct UserError : std::runtime_error {
     std::fflush(stdout);
     std::fprintf(stderr, "rank %d failed: %s at %s:%d: %s\n", rank, call.c_str(), file, line, reason.c_str());
     std::fflush(stderr);
+    usleep(300000);  // the launcher may drop what it has not yet read when the job is aborted
     if (mpi) MPI_Abort(MPI_COMM_WORLD, 1);
     std::_Exit(1);
 }
