@@ -855,16 +855,37 @@ inline void print_plan(const Options& o, const GptConfig& config, const MemoryPl
     std::fflush(stdout);
 }
 
+// The rank among those on its host, and how many they are.
+inline std::pair<int, int> rank_on_host() {
+    MPI_Comm host;
+    int rank = 0, ranks = 1;
+    MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
+    MPI_CHECK(MPI_Comm_rank(host, &rank));
+    MPI_CHECK(MPI_Comm_size(host, &ranks));
+    MPI_CHECK(MPI_Comm_free(&host));
+    return {rank, ranks};
+}
+
 // The cores this process may use, divided among the ranks on its host, unless OMP_NUM_THREADS says otherwise.
 inline void choose_threads() {
 #ifndef __CUDACC__
     if (std::getenv("OMP_NUM_THREADS")) return;
-    MPI_Comm host;
-    int ranks = 1;
-    MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
-    MPI_CHECK(MPI_Comm_size(host, &ranks));
-    MPI_CHECK(MPI_Comm_free(&host));
-    omp_set_num_threads(std::max(1, omp_get_num_procs() / ranks));
+    omp_set_num_threads(std::max(1, omp_get_num_procs() / rank_on_host().second));
+#endif
+}
+
+// On a GPU build: the GPU with this rank's number on its host. Throws UserError if there are fewer, for NCCL allows one
+// rank a GPU. Collective.
+inline void choose_device() {
+#ifdef __CUDACC__
+    const auto [rank, ranks] = rank_on_host();
+    int gpus = 0;
+    if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
+        throw UserError("this build needs a GPU, and there is none that it can use: `make` builds ./train for the CPU");
+    if (ranks > gpus)
+        throw UserError(std::to_string(ranks) + " ranks on a host with " + std::to_string(gpus) +
+                        " GPU(s), but NCCL allows one rank a GPU: start at most " + std::to_string(gpus) + " a host");
+    CUDA_CHECK(cudaSetDevice(rank));
 #endif
 }
 
@@ -1014,6 +1035,7 @@ int main(int argc, char** argv) {
     bool ready = all_succeed([&] {
         options = parse_options(argc, argv, &help);
         if (!help.empty()) return;
+        choose_device();
         if (!options.load_hf.empty()) apply_hf_config(options);
         validate(options, ranks);
         data = open_dataset(options);

@@ -165,6 +165,36 @@ TEST_CASE("messages of 4 bytes to 64 MB, buffered and in rendezvous mode") {
         }
 }
 
+// Rank 0 receives from rank 1, which is late, then from rank 2, which is not: an event behind both waits for both.
+TEST_CASE("worker: an event" * doctest::skip()) {
+    const auto grid = make_grid(1, 1, 3);
+    const ncclComm_t comm = grid->pipeline.comm;
+    Device device;
+    cudaEvent_t event = nullptr;
+    CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    float values[2] = {0, 0}, mine = float(grid->world_rank);
+    if (grid->world_rank == 0) {
+        NCCL_CHECK(ncclRecv(&values[0], 1, ncclFloat32, 1, comm, device.stream));
+        NCCL_CHECK(ncclRecv(&values[1], 1, ncclFloat32, 2, comm, device.stream));
+        CUDA_CHECK(cudaEventRecord(event, device.stream));
+        CUDA_CHECK(cudaEventSynchronize(event));
+        CHECK(values[0] == 1);
+        CHECK(values[1] == 2);
+    } else {
+        if (grid->world_rank == 1) usleep(300000);
+        NCCL_CHECK(ncclSend(&mine, 1, ncclFloat32, 0, comm, device.stream));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(device.stream));
+    CUDA_CHECK(cudaEventDestroy(event));
+}
+
+TEST_CASE("an event is complete only behind everything before it on its stream") {
+    for (const char* rendezvous : {"0", "1"}) {
+        const RunResult result = mpirun_self(3, "worker: an event", {std::string("PTDP_RENDEZVOUS=") + rendezvous}, 20);
+        CHECK_MESSAGE(result.status == 0, result.output);
+    }
+}
+
 TEST_CASE("worker: a send without a receiver" * doctest::skip()) {
     const auto grid = make_grid(1, 1, 2);
     Device device;

@@ -124,6 +124,7 @@ namespace standin {
 inline bool progress() {
     bool moved = state().progress_sends();
     for (cudaStream_t stream : state().streams) {
+        bool earlier_done = true;  // an operation is complete only behind all those before it on its stream
         for (auto& operation : stream->pending) {
             if (!operation->started) {
                 if (operation != stream->pending.front()) break;  // only in rendezvous mode: one after another
@@ -131,7 +132,8 @@ inline bool progress() {
                 operation->start();
                 moved = true;
             }
-            if (!operation->done && operation->finished()) operation->done = moved = true;
+            if (!operation->done && operation->finished() && earlier_done) operation->done = moved = true;
+            earlier_done = earlier_done && operation->done;
         }
         while (!stream->pending.empty() && stream->pending.front()->done) stream->pending.pop_front();
     }
