@@ -42,6 +42,9 @@ TESTS   = $(ONLY:%=$(BUILD)/test_%)
 HEADERS = $(wildcard *.cu platform/*.h platform/cpu/*.h tests/*.h)
 COMPILE = $(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
 
+# Compilers at work at once
+JOBS   := $(shell nproc 2>/dev/null || echo 1)
+
 all: train plan
 
 help:
@@ -78,11 +81,11 @@ build/data/kjv.txt:
 	@bible -f ge1:1-rev22:21 </dev/null >$@.part && mv $@.part $@
 
 run: deps
-	@$(MAKE) --no-print-directory train $(if $(DATA),,build/data/kjv.txt)
+	@$(MAKE) -j$(JOBS) --no-print-directory train $(if $(DATA),,build/data/kjv.txt)
 	$(MPIRUN) -np $(RANKS) ./train --config $(CONFIG) --data-path $(or $(DATA),build/data/kjv.txt)
 
 test: deps
-	@$(MAKE) --no-print-directory build-tests
+	@$(MAKE) -j$(JOBS) --no-print-directory build-tests
 	@BUILD=$(BUILD) TESTS_SECONDS=$(TESTS_SECONDS) tests/run $(TESTS)
 test-full: export PTDP_FULL = 1
 test-full: test
@@ -90,7 +93,7 @@ build-tests: $(if $(filter train,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(f
 
 # BENCH="one parallel layouts checkpoints": only these tables. PYTHON: one that can import PyTorch
 bench: deps
-	@$(MAKE) --no-print-directory $(BUILD)/bench
+	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench
 	@$(BUILD)/bench $(BENCH)
 
 # One binary for every architecture of ours that this nvcc knows. A comma would end an argument of $(if).
@@ -101,7 +104,7 @@ NVCCFLAGS = -std=c++17 -O3 --extended-lambda -Werror all-warnings -Xcompiler -Wa
 CUDA_LIBRARIES = -lcublas -lnccl -lsentencepiece -lz $(filter -L% -l%,$(MPI_LIBRARIES))
 cuda:
 	@command -v $(NVCC) >/dev/null || { echo "make cuda: there is no nvcc here; it comes with the CUDA Toolkit" >&2; exit 1; }
-	@$(MAKE) --no-print-directory $(patsubst %.cu,build/cuda/%,train.cu plan.cu $(notdir $(wildcard tests/test_*.cu)))
+	@$(MAKE) -j$(JOBS) --no-print-directory $(patsubst %.cu,build/cuda/%,train.cu plan.cu $(notdir $(wildcard tests/test_*.cu)))
 build/cuda/%: %.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) $< -o $@ $(CUDA_LIBRARIES)

@@ -420,7 +420,7 @@ TEST_CASE("the layout matrix: every layout computes the run of one process") {
     std::printf("the layout matrix: %zu of %zu layouts, and %zu to compare with\n", chosen.size(), all.size(),
                 list.size() - chosen.size());
     std::fflush(stdout);
-    run_worlds(dir, list, full_tests() ? 3000 : 400);
+    run_worlds(dir, list, full_tests() ? 3000 : 900);
 }
 
 TEST_CASE("20 iterations: every t, and every schedule of p = 2, 3, 4, compute the run of one process") {
@@ -441,7 +441,7 @@ TEST_CASE("20 iterations: every t, and every schedule of p = 2, 3, 4, compute th
     // Pipeline times tensor, with scatter/gather and without
     for (const auto& [p, t] : std::vector<std::pair<int, int>>{{2, 2}, {2, 4}, {4, 2}})
         for (int scatter : {1, 0}) layouts.push_back({p, t, 1, 1, "1f1b", 1, scatter, 0, 0});
-    run_worlds(dir, layouts, 300, {"PTDP_ITERATIONS=20"});
+    run_worlds(dir, layouts, 600, {"PTDP_ITERATIONS=20"});
 }
 
 TEST_CASE("no hang and no difference with random delays and with messages that block") {
