@@ -377,6 +377,7 @@ void run_worlds(const TempDir& dir, const std::vector<Layout>& layouts, int limi
     write_file(dir.file("layouts"), list);
     std::vector<std::string> with_dir = environment;
     with_dir.push_back("PTDP_DIR=" + dir.path.string());
+    with_dir.push_back("OMP_NUM_THREADS=1");  // a second thread would spin, at the cost of whoever else needs the core
     const char* deadline = std::getenv("PTDP_DEADLINE");
     long worlds_left = long(worlds.size());
     for (int ranks : worlds) {
