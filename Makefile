@@ -7,7 +7,7 @@
 # make deps      installs what is missing, with apt
 # make clean     removes what make has built
 #
-# Every program is one translation unit: train.cu, plan.cu, tests/test_*.cu.
+# Every program is one translation unit: train.cu, plan.cu, tests/test_*.cu, bench/bench.cu.
 
 # What `make run` starts: all of the paper's system, on 8 ranks
 RANKS  ?= 8

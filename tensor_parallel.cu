@@ -47,6 +47,10 @@ struct Parameter {
     size_t offset = 0, padded = 0;         // floats
 
     int64_t local_size() const { return local_rows * local_cols; }
+    // Of the whole tensor, as files give it.
+    std::vector<int64_t> shape() const {
+        return vector ? std::vector<int64_t>{cols} : std::vector<int64_t>{rows, cols};
+    }
     bool decays() const { return !vector; }  // AdamW leaves biases and LayerNorm alone
 
     // The slice's column c is this column of the whole tensor.

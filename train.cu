@@ -165,14 +165,11 @@ struct DumpedBatch {
 // tokens and loss. Collective.
 inline void write_dump(const Options& o, const Grid& grid, const Gpt& gpt, const DumpedBatch& batch, double loss) {
     SafeTensorsWriter writer;
-    auto shape = [](const Parameter& p) {
-        return p.vector ? std::vector<int64_t>{p.cols} : std::vector<int64_t>{p.rows, p.cols};
-    };
     gather_parameters(grid, gpt, gpt.weights.data, [&](const Parameter& parameter, const std::vector<float>& values) {
-        writer.add(parameter.name, shape(parameter), values);
+        writer.add(parameter.name, parameter.shape(), values);
     });
     gather_parameters(grid, gpt, gpt.gradients.data, [&](const Parameter& parameter, const std::vector<float>& values) {
-        writer.add("gradient." + parameter.name, shape(parameter), values);
+        writer.add("gradient." + parameter.name, parameter.shape(), values);
     });
     // Each sample's outputs come from one rank and are zero on all others
     const int64_t B = o.global_batch_size, s = o.seq_length, h = o.hidden_size;
@@ -617,8 +614,7 @@ inline void save_hf(const Options& o, const Grid& grid, const Gpt& gpt) {
     SafeTensorsWriter writer;
     writer.metadata("format", "pt");
     gather_parameters(grid, gpt, gpt.weights.data, [&](const Parameter& p, const std::vector<float>& values) {
-        writer.add("transformer." + p.name,
-                   p.vector ? std::vector<int64_t>{p.cols} : std::vector<int64_t>{p.rows, p.cols}, values);
+        writer.add("transformer." + p.name, p.shape(), values);
     });
     together([&] {
         if (grid.world_rank != 0) return;

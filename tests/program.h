@@ -55,11 +55,22 @@ struct Run {
 
 inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
-struct GridLine {
-    int rank;
-    pid_t pid;
-};
-// Starts ./train on 4 ranks for ever, calls `harm` with the grid it printed once it trains, and waits for its end.
+// The process ids in the grid that a run has printed, by rank.
+inline std::vector<pid_t> pids_in(const std::string& output) {
+    std::vector<pid_t> pids;
+    std::istringstream lines(output);
+    for (std::string line; std::getline(lines, line);) {
+        int rank = 0;
+        char host[64];
+        long pid = 0;
+        if (std::sscanf(line.c_str(), "%d %63s %ld", &rank, host, &pid) == 3 && rank == int(pids.size()))
+            pids.push_back(pid_t(pid));
+    }
+    return pids;
+}
+
+// Starts ./train on 4 ranks for ever, calls `harm` with the process ids it printed once it trains, and waits for its
+// end.
 template <class F>
 RunResult harm_a_run(const Run& run, const Words& flags, F harm, double* seconds) {
     const std::string out = run.dir.file("out");
@@ -68,26 +79,19 @@ RunResult harm_a_run(const Run& run, const Words& flags, F harm, double* seconds
     for (const std::string& word : kSmall + flags) command += " " + word;
     RunResult result;
     std::thread job([&] { result = run_command({"sh", "-c", command + " >" + out + " 2>&1"}, 60); });
-    std::vector<GridLine> grid;
+    std::vector<pid_t> pids;
     for (int i = 0; i < 300; ++i) {
         usleep(100000);
         const std::string text = read_file(out);
         if (!contains(text, "iteration     3/")) continue;
-        std::istringstream lines(text);
-        for (std::string line; std::getline(lines, line);) {
-            int rank = 0;
-            char host[64];
-            long pid = 0;
-            if (std::sscanf(line.c_str(), "%d %63s %ld", &rank, host, &pid) == 3 && rank == int(grid.size()))
-                grid.push_back({rank, pid_t(pid)});
-        }
+        pids = pids_in(text);
         break;
     }
     const auto start = std::chrono::steady_clock::now();
-    if (grid.size() == 4) harm(grid);
+    if (pids.size() == 4) harm(pids);
     job.join();
     *seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    CHECK(grid.size() == 4);
+    CHECK(pids.size() == 4);
     result.output = read_file(out);
     return result;
 }

@@ -303,9 +303,9 @@ TEST_CASE("a disk that fills up while saving: the run ends with a message, the c
     double seconds = 0;
     const RunResult result = harm_a_run(
         run, {"--tp", "2", "--pp", "2", "--save", saved, "--save-interval", "100", "--load", saved},
-        [&](const std::vector<GridLine>& grid) {  // from now on the second half's files may not grow beyond 50 KB
+        [&](const std::vector<pid_t>& pids) {  // from now on the second half's files may not grow beyond 50 KB
             const rlimit limit = {50000, 50000};
-            for (int rank : {2, 3}) CHECK(prlimit(grid[rank].pid, RLIMIT_FSIZE, &limit, nullptr) == 0);
+            for (int rank : {2, 3}) CHECK(prlimit(pids[rank], RLIMIT_FSIZE, &limit, nullptr) == 0);
         },
         &seconds);
     CAPTURE(result.output);
@@ -327,7 +327,7 @@ TEST_CASE("SIGTERM and Ctrl-C save first") {
             const std::string saved = run.dir.file("saved");
             const RunResult result = harm_a_run(
                 run, {"--tp", "2", "--pp", "2", "--save", saved},
-                [&](const std::vector<GridLine>& grid) { kill(grid[rank].pid, number); }, &seconds);
+                [&](const std::vector<pid_t>& pids) { kill(pids[rank], number); }, &seconds);
             CAPTURE(result.output);
             CHECK(result.status == 128 + SIGTERM);
             CHECK(seconds < 10);
@@ -362,15 +362,7 @@ TEST_CASE(
         std::vector<pid_t> pids;
         for (int i = 0; i < 200 && pids.size() < 4; ++i) {
             usleep(50000);
-            std::istringstream lines(read_file(out));
-            pids.clear();
-            for (std::string line; std::getline(lines, line);) {
-                int rank = 0;
-                char host[64];
-                long pid = 0;
-                if (std::sscanf(line.c_str(), "%d %63s %ld", &rank, host, &pid) == 3 && rank == int(pids.size()))
-                    pids.push_back(pid_t(pid));
-            }
+            pids = pids_in(read_file(out));
         }
         while (pids.size() == 4 && !contains(read_file(out), "iteration 3 | checkpoint saved")) usleep(1000);
         usleep(random() % 200000);

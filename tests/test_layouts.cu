@@ -569,9 +569,7 @@ TEST_CASE("worker: golden" * doctest::skip()) {
         std::filesystem::create_directories(hf);
         SafeTensorsWriter writer;
         for (const Parameter& p : gpt_parameters(gpt.config))
-            writer.add("transformer." + p.name,
-                       p.vector ? std::vector<int64_t>{p.cols} : std::vector<int64_t>{p.rows, p.cols},
-                       weights.at(p.name));
+            writer.add("transformer." + p.name, p.shape(), weights.at(p.name));
         writer.write(hf + "/model.safetensors");
     }
     MPI_CHECK(MPI_Barrier(MPI_COMM_WORLD));

@@ -416,8 +416,8 @@ TEST_CASE("a rank killed with SIGKILL ends the job within 10 seconds") {
         pid_t killed = 0;
         const RunResult result = harm_a_run(
             run, layout,
-            [&](const std::vector<GridLine>& grid) {
-                killed = grid[2].pid;
+            [&](const std::vector<pid_t>& pids) {
+                killed = pids[2];
                 kill(killed, SIGKILL);
             },
             &seconds);
@@ -435,8 +435,8 @@ TEST_CASE("a silent rank: the others say whom they wait for, and the job ends") 
     pid_t stopped = 0;
     const RunResult result = harm_a_run(
         run, {"--tp", "2", "--pp", "2", "--comm-timeout", "2"},
-        [&](const std::vector<GridLine>& grid) {
-            stopped = grid[3].pid;
+        [&](const std::vector<pid_t>& pids) {
+            stopped = pids[3];
             kill(stopped, SIGSTOP);
         },
         &seconds);
@@ -454,9 +454,9 @@ TEST_CASE("a rank that fails names itself, the call and the place, and ends the 
     double seconds = 0;
     const RunResult result = harm_a_run(
         run, {"--tp", "2", "--pp", "2", "--log-file", run.dir.file("log")},
-        [&](const std::vector<GridLine>& grid) {  // its log may not grow any more
+        [&](const std::vector<pid_t>& pids) {  // its log may not grow any more
             const rlimit limit = {1000, 1000};
-            CHECK(prlimit(grid[0].pid, RLIMIT_FSIZE, &limit, nullptr) == 0);
+            CHECK(prlimit(pids[0], RLIMIT_FSIZE, &limit, nullptr) == 0);
         },
         &seconds);
     CAPTURE(result.output);
