@@ -366,28 +366,36 @@ TEST_CASE("worker: layouts" * doctest::skip()) {
 }
 
 namespace {
-void run_worlds(const TempDir& dir, const std::vector<Layout>& layouts, int limit,
+// Seconds until $PTDP_DEADLINE; without one, for ever.
+double seconds_left() {
+    const char* deadline = std::getenv("PTDP_DEADLINE");
+    return deadline ? std::max(0.0, std::atof(deadline) - double(time(nullptr))) : 1e9;
+}
+
+// Every layout in a world of its size. share: the part of the time left that they may use, if there is a deadline; the
+// worlds divide it by the processes that they start.
+void run_worlds(const TempDir& dir, const std::vector<Layout>& layouts, int limit, double share = 1,
                 const std::vector<std::string>& environment = {}) {
     std::string list;
-    std::set<int> worlds;
+    std::map<int, double> worlds;  // processes by size
+    double processes = 0;
     for (const Layout& layout : layouts) {
         list += layout.text() + "\n";
-        worlds.insert(layout.ranks());
+        worlds[layout.ranks()] += layout.ranks();
+        processes += layout.ranks();
     }
+    const double end = share * seconds_left();
+    const double begin = double(time(nullptr));
     write_file(dir.file("layouts"), list);
     std::vector<std::string> with_dir = environment;
     with_dir.push_back("PTDP_DIR=" + dir.path.string());
     with_dir.push_back("OMP_NUM_THREADS=1");  // a second thread would spin, at the cost of whoever else needs the core
-    const char* deadline = std::getenv("PTDP_DEADLINE");
-    long worlds_left = long(worlds.size());
-    for (int ranks : worlds) {
+    for (const auto& [ranks, here] : worlds) {
         CAPTURE(ranks);
-        // Each world gets its share of the time that is left
         std::vector<std::string> all = with_dir;
-        if (deadline) {
-            const long now_seconds = long(time(nullptr)), left = std::max(0L, std::atol(deadline) - now_seconds);
-            all.push_back("PTDP_DEADLINE=" + std::to_string(now_seconds + left / worlds_left--));
-        }
+        const double moment = double(time(nullptr)), left = std::max(0.0, begin + end - moment);
+        all.push_back("PTDP_DEADLINE=" + std::to_string(int64_t(moment + left * here / processes)));
+        processes -= here;
         const RunResult result = mpirun_self(ranks, "worker: layouts", all, limit);
         CHECK_MESSAGE(result.status == 0, result.output);
         std::istringstream lines(result.output);
@@ -421,7 +429,7 @@ TEST_CASE("the layout matrix: every layout computes the run of one process") {
     std::printf("the layout matrix: %zu of %zu layouts, and %zu to compare with\n", chosen.size(), all.size(),
                 list.size() - chosen.size());
     std::fflush(stdout);
-    run_worlds(dir, list, full_tests() ? 3000 : 900);
+    run_worlds(dir, list, full_tests() ? 3000 : 900, 0.6);
 }
 
 TEST_CASE("20 iterations: every t, and every schedule of p = 2, 3, 4, compute the run of one process") {
@@ -442,7 +450,7 @@ TEST_CASE("20 iterations: every t, and every schedule of p = 2, 3, 4, compute th
     // Pipeline times tensor, with scatter/gather and without
     for (const auto& [p, t] : std::vector<std::pair<int, int>>{{2, 2}, {2, 4}, {4, 2}})
         for (int scatter : {1, 0}) layouts.push_back({p, t, 1, 1, "1f1b", 1, scatter, 0, 0});
-    run_worlds(dir, layouts, 600, {"PTDP_ITERATIONS=20"});
+    run_worlds(dir, layouts, 600, 0.6, {"PTDP_ITERATIONS=20"});
 }
 
 TEST_CASE("no hang and no difference with random delays and with messages that block") {
@@ -453,14 +461,20 @@ TEST_CASE("no hang and no difference with random delays and with messages that b
                                          {2, 2, 1, 3, "interleaved", 1, 1, 0, 0},
                                          {4, 1, 1, 2, "interleaved", 1, 1, 0, 0},
                                          {3, 1, 1, 1, "gpipe", 1, 1, 0, 0}};
-    for (int seed = 1; seed <= (full_tests() ? 50 : 5); ++seed)
+    const int seeds = full_tests() ? 50 : 5;
+    for (int seed = 1; seed <= seeds; ++seed) {
+        if (seconds_left() == 0) {
+            std::printf("random delays: %d of %d seeds stopped at the time limit\n", seeds - seed + 1, seeds);
+            break;
+        }
         for (const char* rendezvous : {"0", "1"}) {
             CAPTURE(seed);
             CAPTURE(rendezvous);
             std::vector<Layout> one = {layouts[seed % layouts.size()]};
-            run_worlds(dir, one, 120,
+            run_worlds(dir, one, 120, 1,
                        {"PTDP_DELAY_SEED=" + std::to_string(seed), std::string("PTDP_RENDEZVOUS=") + rendezvous});
         }
+    }
 }
 
 // Loads the batches of two epochs and counts how often each window was read by all data parallel ranks together.

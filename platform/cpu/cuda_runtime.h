@@ -158,7 +158,8 @@ void wait(Condition condition, Description waits_for) {
     }
     state().waiting_cpu += thread_cpu_seconds() - cpu;
 }
-inline void wait_operation(const std::shared_ptr<Operation>& operation) {
+// Takes a share of the operation: progress() drops the queue's own when it is done.
+inline void wait_operation(std::shared_ptr<Operation> operation) {
     if (operation) wait([&] { return operation->done; }, [&] { return operation->waits_for(); });
 }
 inline void wait_stream(cudaStream_t stream) {
