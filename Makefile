@@ -26,9 +26,19 @@ CXX       = g++
 VECTORS  := $(shell grep -qs avx512f /proc/cpuinfo && echo -mprefer-vector-width=512)
 OPTIMIZE  = -O3 -march=native $(VECTORS) -ffast-math --param=vect-max-peeling-for-alignment=0
 WARNINGS  = -Wall -Wextra
-CXXFLAGS  = -std=c++17 $(OPTIMIZE) $(WARNINGS) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES)
+CXXFLAGS  = -std=c++17 $(OPTIMIZE) $(WARNINGS) $(DEFINES) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES)
 LIBRARIES = -ldnnl -lsentencepiece -lz $(MPI_LIBRARIES)
 BUILD     = build/cpu
+
+# The number format of weights in use, activations and messages: fp32, bf16 or fp16 (platform/precision.h)
+PRECISION ?= fp32
+ifeq ($(filter $(PRECISION),fp32 bf16 fp16),)
+$(error PRECISION is "$(PRECISION)": it must be fp32, bf16 or fp16)
+endif
+ifneq ($(PRECISION),fp32)
+BUILD    := $(BUILD)-$(PRECISION)
+DEFINES   = -DPRECISION_$(if $(filter bf16,$(PRECISION)),BF16,FP16)
+endif
 
 # Leaks are not looked for: MPI keeps some memory to the end
 ifdef SANITIZE
@@ -53,8 +63,10 @@ help:
 deps:
 	@MAKE_DATA="$(DATA)" platform/deps.sh
 
-train plan: %: $(BUILD)/%
-	@cp $< $@.new && mv $@.new $@
+# Compared, for either may be of another precision
+train plan: %: $(BUILD)/% always
+	@cmp -s $< $@ || { cp $< $@.new && mv $@.new $@; }
+always:
 
 $(BUILD)/%: %.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
@@ -69,7 +81,7 @@ build/cuda/test_platform: CUDA_LIBRARIES += -lsentencepiece_train
 FIBERS = $(addprefix $(BUILD)/fibers/,test_gpt test_data_parallel fiber_faults)
 $(BUILD)/fibers/%: tests/%.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
-	$(CXX) -x c++ -DPTDP_FIBERS -O1 -std=c++17 $(WARNINGS) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES) $< -o $@ $(LIBRARIES) -lboost_context
+	$(CXX) -x c++ -DPTDP_FIBERS -O1 -std=c++17 $(WARNINGS) $(DEFINES) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES) $< -o $@ $(LIBRARIES) -lboost_context
 $(BUILD)/bench: bench/bench.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(COMPILE)
@@ -115,5 +127,5 @@ build/cuda/test_%: tests/test_%.cu $(HEADERS) Makefile
 clean:
 	rm -rf build train plan
 
-.PHONY: all help deps run test test-full build-tests bench cuda clean
+.PHONY: always all help deps run test test-full build-tests bench cuda clean
 .DELETE_ON_ERROR:

@@ -131,20 +131,46 @@ __global__ void sum_of_squares_kernel(const float* x, double* partial, int64_t n
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
+// x [n] *= factor. A flat kernel. 8 bytes per element.
+__global__ void scale_kernel(float* x, int64_t n, float factor) {
+    for_flat(n, [=](int64_t i) { x[i] *= factor; });
+}
+
+// What the loss is multiplied by so that gradients keep clear of fp16's smallest numbers (Micikevicius et al., "Mixed
+// Precision Training", ICLR'18). Powers of two: scaling and unscaling are exact. Dynamic: an overflow halves the scale
+// and that step is skipped; `window` steps in a row without one double it.
+struct LossScale {
+    double scale = 1;
+    bool dynamic = false;
+    int64_t window = 1000, good_steps = 0;
+
+    void update(bool overflow) {
+        if (!dynamic) return;
+        good_steps = overflow ? 0 : good_steps + 1;
+        if (overflow) scale /= 2;
+        if (good_steps == window) {
+            scale *= 2;
+            good_steps = 0;
+        }
+    }
+};
+
 struct AdamConfig {
     double beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8, weight_decay = 0.01, clip = 1.0;  // clip 0: no clipping
 };
 
 // One AdamW step (Loshchilov and Hutter) on n elements; gradients are first multiplied by `scale` (clipping). `rate` is
-// lr / (1 - beta1^step), `correction` is 1 / (1 - beta2^step), `keep` is 1 - lr * weight decay. A flat kernel. 28 bytes
-// per element.
-__global__ void adam_kernel(float* weight, const float* gradient, float* m, float* v, int64_t n, float scale,
-                            float beta1, float beta2, float epsilon, float rate, float correction, float keep) {
+// lr / (1 - beta1^step), `correction` is 1 / (1 - beta2^step), `keep` is 1 - lr * weight decay. `used` [n] becomes the
+// new weight rounded (in fp32 it is the weight itself). A flat kernel. 28 bytes per element, and `used`.
+__global__ void adam_kernel(float* weight, real* used, const float* gradient, float* m, float* v, int64_t n,
+                            float scale, float beta1, float beta2, float epsilon, float rate, float correction,
+                            float keep) {
     for_flat(n, [=](int64_t i) {
         const float g = gradient[i] * scale;
         m[i] = beta1 * m[i] + (1 - beta1) * g;
         v[i] = beta2 * v[i] + (1 - beta2) * g * g;
         weight[i] = weight[i] * keep - rate * m[i] / (sqrtf(v[i] * correction) + epsilon);
+        if (kMixed) used[i] = real(weight[i]);
     });
 }
 
@@ -180,7 +206,15 @@ struct Optimizer {
         tensor_sums = DeviceBuffer<double>(gpt_parameter_count(gpt.config));
     }
 
-    // The norm of the whole model's reduced gradient, the same on every rank.
+    // Takes the loss scale out of the reduced gradients (all of them: with a distributed optimizer, parts that other
+    // replicas own are not yet reduced, and are not used).
+    void unscale(double scale) {
+        if (scale != 1)
+            launch<scale_kernel>(gpt.device, flat_grid(int64_t(gpt.gradients.size)), kBlock, gpt.gradients.data,
+                                 int64_t(gpt.gradients.size), float(1 / scale));
+    }
+
+    // The norm of the whole model's reduced gradient, the same on every rank; not finite if any rank's part is not.
     double gradient_norm() {
         int64_t block = 0;
         for (const OptimizerSlice& slice : slices) {
@@ -218,14 +252,23 @@ struct Optimizer {
             const OptimizerSlice& slice = slices[i];
             const double keep = parameter.decays() ? 1 - lr * config.weight_decay : 1.0;
             launch<adam_kernel>(gpt.device, flat_grid(int64_t(slice.size)), kBlock, gpt.weights.data + slice.offset,
-                                gpt.gradients.data + slice.offset, m.data + slice.state, v.data + slice.state,
-                                int64_t(slice.size), float(scale), float(config.beta1), float(config.beta2),
-                                float(config.epsilon), float(rate), float(correction), float(keep));
+                                gpt.used_weights() + slice.offset, gpt.gradients.data + slice.offset,
+                                m.data + slice.state, v.data + slice.state, int64_t(slice.size), float(scale),
+                                float(config.beta1), float(config.beta2), float(config.epsilon), float(rate),
+                                float(correction), float(keep));
             if (distributed)
-                all_gather(gpt.device, grid.data, gpt.weights.data + slice.offset, gpt.weights.data + parameter.offset,
-                           int64_t(slice.size));
+                all_gather(gpt.device, grid.data, gpt.used_weights() + slice.offset,
+                           gpt.used_weights() + parameter.offset, int64_t(slice.size));
         }
         clear_gradients();
+    }
+
+    // Makes `gpt.weights` whole on every replica: in mixed precision step() hands on the rounded weights only.
+    void gather_weights() {
+        if (!distributed || !kMixed) return;
+        for (size_t i = 0; i < slices.size(); ++i)
+            all_gather(gpt.device, grid.data, gpt.weights.data + slices[i].offset,
+                       gpt.weights.data + gpt.parameters[i].offset, int64_t(slices[i].size));
     }
 
     void clear_gradients() {

@@ -25,6 +25,7 @@
 
 #include "platform/device.h"
 #include "platform/grid.h"
+#include "platform/precision.h"
 #include "platform/random.h"
 #include "tensor_parallel.cu"
 
@@ -36,18 +37,19 @@ inline int64_t row_chunks(int64_t rows) { return (rows + kChunkRows - 1) / kChun
 
 // y [T, h] = (x - mean) / sqrt(variance + epsilon) * gamma + beta; keeps mean and 1/std [T] for the backward.
 // One block per row. 8 bytes per element.
-__global__ void layernorm_forward_kernel(const float* x, const float* gamma, const float* beta, float* y, float* mean,
+__global__ void layernorm_forward_kernel(const real* x, const real* gamma, const real* beta, real* y, float* mean,
                                          float* rstd, int h, float epsilon) {
     const int64_t row = blockIdx.x;
-    const float* in = x + row * h;
-    float* out = y + row * h;
+    const real* in = x + row * h;
+    real* out = y + row * h;
     float sum = 0;
-    for (int j = threadIdx.x; j < h; j += blockDim.x) sum += in[j];
+    for (int j = threadIdx.x; j < h; j += blockDim.x) sum += float(in[j]);
     const float m = block_sum(sum) / h;
     float squares = 0;
-    for (int j = threadIdx.x; j < h; j += blockDim.x) squares += (in[j] - m) * (in[j] - m);
+    for (int j = threadIdx.x; j < h; j += blockDim.x) squares += (float(in[j]) - m) * (float(in[j]) - m);
     const float r = 1.0f / sqrtf(block_sum(squares) / h + epsilon);
-    for (int j = threadIdx.x; j < h; j += blockDim.x) out[j] = (in[j] - m) * r * gamma[j] + beta[j];
+    for (int j = threadIdx.x; j < h; j += blockDim.x)
+        out[j] = real((float(in[j]) - m) * r * float(gamma[j]) + float(beta[j]));
     if (threadIdx.x == 0) {
         mean[row] = m;
         rstd[row] = r;
@@ -57,8 +59,8 @@ __global__ void layernorm_forward_kernel(const float* x, const float* gamma, con
 // dx [T, h] (+)= the gradient of LayerNorm's input x [T, h], given dy [T, h]; partial [chunks, 2 h] = each chunk's sums
 // for gamma's and beta's gradients. dx may be x. One block per chunk of rows. 16 bytes per element.
 template <bool accumulate>
-__global__ void layernorm_backward_kernel(const float* x, const float* gamma, const float* mean, const float* rstd,
-                                          const float* dy, float* dx, float* partial, int64_t rows, int h) {
+__global__ void layernorm_backward_kernel(const real* x, const real* gamma, const float* mean, const float* rstd,
+                                          const real* dy, real* dx, float* partial, int64_t rows, int h) {
     float* dgamma = partial + int64_t(blockIdx.x) * 2 * h;
     float* dbeta = dgamma + h;
     for (int j = threadIdx.x; j < 2 * h; j += blockDim.x) dgamma[j] = 0;
@@ -68,17 +70,17 @@ __global__ void layernorm_backward_kernel(const float* x, const float* gamma, co
         const float m = mean[row], r = rstd[row];
         float sum_dy = 0, sum_dy_normalized = 0;
         for (int j = threadIdx.x; j < h; j += blockDim.x) {
-            const float d = dy[row * h + j] * gamma[j];
+            const float d = float(dy[row * h + j]) * float(gamma[j]);
             sum_dy += d;
-            sum_dy_normalized += d * (x[row * h + j] - m) * r;
+            sum_dy_normalized += d * (float(x[row * h + j]) - m) * r;
         }
         const float mean_dy = block_sum(sum_dy) / h, mean_dy_normalized = block_sum(sum_dy_normalized) / h;
         for (int j = threadIdx.x; j < h; j += blockDim.x) {
-            const float d = dy[row * h + j], normalized = (x[row * h + j] - m) * r;
+            const float d = float(dy[row * h + j]), normalized = (float(x[row * h + j]) - m) * r;
             dgamma[j] += d * normalized;
             dbeta[j] += d;
-            const float gradient = (d * gamma[j] - mean_dy - normalized * mean_dy_normalized) * r;
-            dx[row * h + j] = accumulate ? dx[row * h + j] + gradient : gradient;
+            const float gradient = (d * float(gamma[j]) - mean_dy - normalized * mean_dy_normalized) * r;
+            dx[row * h + j] = real(accumulate ? float(dx[row * h + j]) + gradient : gradient);
         }
     }
 }
@@ -93,18 +95,18 @@ __global__ void add_chunk_sums_kernel(float* partial, int64_t chunks, int stride
 }
 
 // x [T, n] += bias [n]. One block per row. 8 bytes per element.
-__global__ void add_bias_kernel(float* x, const float* bias, int n) {
-    float* row = x + int64_t(blockIdx.x) * n;
-    for (int j = threadIdx.x; j < n; j += blockDim.x) row[j] += bias[j];
+__global__ void add_bias_kernel(real* x, const real* bias, int n) {
+    real* row = x + int64_t(blockIdx.x) * n;
+    for (int j = threadIdx.x; j < n; j += blockDim.x) row[j] = real(float(row[j]) + float(bias[j]));
 }
 
 // partial [chunks, n] = each chunk's column sums of dy [T, n]. One block per chunk of rows. 4 bytes per element.
-__global__ void bias_backward_kernel(const float* dy, float* partial, int64_t rows, int n) {
+__global__ void bias_backward_kernel(const real* dy, float* partial, int64_t rows, int n) {
     float* sums = partial + int64_t(blockIdx.x) * n;
     for (int j = threadIdx.x; j < n; j += blockDim.x) sums[j] = 0;
     const int64_t first = int64_t(blockIdx.x) * kChunkRows;
     for (int64_t row = first; row < rows && row < first + kChunkRows; ++row)
-        for (int j = threadIdx.x; j < n; j += blockDim.x) sums[j] += dy[row * n + j];
+        for (int j = threadIdx.x; j < n; j += blockDim.x) sums[j] += float(dy[row * n + j]);
 }
 
 // y [T, n] = GeLU(x [T, n] + bias [n]) (§4.2), in its tanh form: 0.5 z (1 + tanh u) = z / (1 + exp(-2u)),
@@ -114,119 +116,121 @@ __device__ inline float gelu_sigmoid(float z) {
     const float twice_u = 2 * kGeluScale * (z + kGeluCubic * z * z * z);
     return 1.0f / (1.0f + expf(twice_u > -80.0f ? -twice_u : 80.0f));  // exp stays finite
 }
-__global__ void bias_gelu_forward_kernel(const float* x, const float* bias, float* y, int n) {
+__global__ void bias_gelu_forward_kernel(const real* x, const real* bias, real* y, int n) {
     const int64_t row = int64_t(blockIdx.x) * n;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
-        const float z = x[row + j] + bias[j];
-        y[row + j] = z * gelu_sigmoid(z);
+        const float z = float(x[row + j]) + float(bias[j]);
+        y[row + j] = real(z * gelu_sigmoid(z));
     }
 }
 
 // dy [T, n], the gradient of GeLU's output, becomes that of its input; partial [chunks, n] = each chunk's column sums
 // of it, for the bias. One block per chunk of rows. 12 bytes per element.
-__global__ void bias_gelu_backward_kernel(const float* x, const float* bias, float* dy, float* partial, int64_t rows,
+__global__ void bias_gelu_backward_kernel(const real* x, const real* bias, real* dy, float* partial, int64_t rows,
                                           int n) {
     float* sums = partial + int64_t(blockIdx.x) * n;
     for (int j = threadIdx.x; j < n; j += blockDim.x) sums[j] = 0;
     const int64_t first = int64_t(blockIdx.x) * kChunkRows;
     for (int64_t row = first; row < rows && row < first + kChunkRows; ++row)
         for (int j = threadIdx.x; j < n; j += blockDim.x) {
-            const float z = x[row * n + j] + bias[j], sigmoid = gelu_sigmoid(z);
+            const float z = float(x[row * n + j]) + float(bias[j]), sigmoid = gelu_sigmoid(z);
             const float slope = 2 * kGeluScale * (1 + 3 * kGeluCubic * z * z);
-            const float d = dy[row * n + j] * sigmoid * (1 + z * (1 - sigmoid) * slope);
-            dy[row * n + j] = d;
+            const float d = float(dy[row * n + j]) * sigmoid * (1 + z * (1 - sigmoid) * slope);
+            dy[row * n + j] = real(d);
             sums[j] += d;
         }
 }
 
 // y [T, h] = residual [T, h] + dropout(x [T, h] + bias [h]) (§4.2). One block per row i b + j. 12 bytes per element.
-__global__ void bias_dropout_add_forward_kernel(const float* x, const float* bias, const float* residual, float* y,
-                                                int b, int h, Dropout dropout) {
+__global__ void bias_dropout_add_forward_kernel(const real* x, const real* bias, const real* residual, real* y, int b,
+                                                int h, Dropout dropout) {
     const int64_t row = blockIdx.x;
     for_dropout(dropout, row / b, row % b, h, h, [=](int j, float multiplier) {
-        y[row * h + j] = residual[row * h + j] + (x[row * h + j] + bias[j]) * multiplier;
+        y[row * h + j] = real(float(residual[row * h + j]) + (float(x[row * h + j]) + float(bias[j])) * multiplier);
     });
 }
 
 // dx [T, h] = dropout's gradient of dy [T, h]. dx may be dy. One block per row i b + j. 8 bytes per element.
-__global__ void dropout_backward_kernel(const float* dy, float* dx, int b, int h, Dropout dropout) {
+__global__ void dropout_backward_kernel(const real* dy, real* dx, int b, int h, Dropout dropout) {
     const int64_t row = blockIdx.x;
     for_dropout(dropout, row / b, row % b, h, h,
-                [=](int j, float multiplier) { dx[row * h + j] = dy[row * h + j] * multiplier; });
+                [=](int j, float multiplier) { dx[row * h + j] = real(float(dy[row * h + j]) * multiplier); });
 }
 
 // x [T, h] = dropout(x + wpe [s, h]'s row i). One block per row i b + j. 8 bytes per element.
-__global__ void position_dropout_forward_kernel(float* x, const float* wpe, int b, int h, Dropout dropout) {
+__global__ void position_dropout_forward_kernel(real* x, const real* wpe, int b, int h, Dropout dropout) {
     const int64_t row = blockIdx.x, position = row / b;
     for_dropout(dropout, position, row % b, h, h, [=](int j, float multiplier) {
-        x[row * h + j] = (x[row * h + j] + wpe[position * h + j]) * multiplier;
+        x[row * h + j] = real((float(x[row * h + j]) + float(wpe[position * h + j])) * multiplier);
     });
 }
 
 // gradient [s, h] += dx [s, b, h] summed over b. One block per position. 4 bytes per element.
-__global__ void position_backward_kernel(const float* dx, float* gradient, int b, int h) {
+__global__ void position_backward_kernel(const real* dx, float* gradient, int b, int h) {
     const int64_t position = blockIdx.x;
     for (int sample = 0; sample < b; ++sample)
         for (int j = threadIdx.x; j < h; j += blockDim.x)
-            gradient[position * h + j] += dx[(position * b + sample) * h + j];
+            gradient[position * h + j] += float(dx[(position * b + sample) * h + j]);
 }
 
 // In place: row i of scores [b, a/t, s, s] becomes softmax(scale * scores) over columns 0..i, and 0 beyond: the causal
 // mask skips. With dropout, `dropped` (as scores) gets the masked probabilities. One block per row. 8 (16) bytes per
 // element.
-__global__ void causal_softmax_forward_kernel(float* scores, float* dropped, int s, int local_heads, int first_head,
+__global__ void causal_softmax_forward_kernel(real* scores, real* dropped, int s, int local_heads, int first_head,
                                               float scale, Dropout dropout) {
     const int64_t row = blockIdx.x, matrix = row / s;
     const int visible = int(row % s) + 1;
-    float* p = scores + row * s;
+    real* p = scores + row * s;
     float largest = kLowest;
-    for (int j = threadIdx.x; j < visible; j += blockDim.x) largest = p[j] > largest ? p[j] : largest;
+    for (int j = threadIdx.x; j < visible; j += blockDim.x) largest = float(p[j]) > largest ? float(p[j]) : largest;
     largest = block_max(largest);
     float sum = 0;
     for (int j = threadIdx.x; j < visible; j += blockDim.x) {
-        p[j] = expf((p[j] - largest) * scale);
-        sum += p[j];
+        const float exponential = expf((float(p[j]) - largest) * scale);
+        p[j] = real(exponential);
+        sum += exponential;
     }
     const float factor = 1.0f / block_sum(sum);
-    for (int j = threadIdx.x; j < visible; j += blockDim.x) p[j] *= factor;
-    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) p[j] = 0.0f;
+    for (int j = threadIdx.x; j < visible; j += blockDim.x) p[j] = real(float(p[j]) * factor);
+    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) p[j] = real(0.0f);
     if (!dropout.active()) return;
     __syncthreads();  // below, other threads visit the same elements
-    float* q = dropped + row * s;
+    real* q = dropped + row * s;
     const int64_t global_row = (matrix % local_heads + first_head) * s + row % s;
     for_dropout(dropout, global_row, matrix / local_heads, s, visible,
-                [=](int j, float multiplier) { q[j] = p[j] * multiplier; });
-    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) q[j] = 0.0f;
+                [=](int j, float multiplier) { q[j] = real(float(p[j]) * multiplier); });
+    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) q[j] = real(0.0f);
 }
 
 // dropped = dropout(probabilities) again, for the backward. As above. 8 bytes per element.
-__global__ void attention_dropout_kernel(const float* probabilities, float* dropped, int s, int local_heads,
+__global__ void attention_dropout_kernel(const real* probabilities, real* dropped, int s, int local_heads,
                                          int first_head, Dropout dropout) {
     const int64_t row = blockIdx.x, matrix = row / s;
     const int visible = int(row % s) + 1;
-    const float* p = probabilities + row * s;
-    float* q = dropped + row * s;
+    const real* p = probabilities + row * s;
+    real* q = dropped + row * s;
     const int64_t global_row = (matrix % local_heads + first_head) * s + row % s;
     for_dropout(dropout, global_row, matrix / local_heads, s, visible,
-                [=](int j, float multiplier) { q[j] = p[j] * multiplier; });
-    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) q[j] = 0.0f;
+                [=](int j, float multiplier) { q[j] = real(float(p[j]) * multiplier); });
+    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) q[j] = real(0.0f);
 }
 
 // In place: d [b, a/t, s, s], the gradient of the dropped probabilities q, becomes that of the scores before scaling:
 // scale (d q - p sum(d q)), because the gradient of p is d q / p (q = p * mask). Without dropout q is p.
 // One block per row. 16 bytes per element (12 without dropout).
-__global__ void causal_softmax_backward_kernel(const float* probabilities, const float* dropped, float* d, int s,
+__global__ void causal_softmax_backward_kernel(const real* probabilities, const real* dropped, real* d, int s,
                                                float scale) {
     const int64_t row = blockIdx.x;
     const int visible = int(row % s) + 1;
-    const float* p = probabilities + row * s;
-    const float* q = dropped + row * s;
-    float* dp = d + row * s;
+    const real* p = probabilities + row * s;
+    const real* q = dropped + row * s;
+    real* dp = d + row * s;
     float sum = 0;
-    for (int j = threadIdx.x; j < visible; j += blockDim.x) sum += dp[j] * q[j];
+    for (int j = threadIdx.x; j < visible; j += blockDim.x) sum += float(dp[j]) * float(q[j]);
     sum = block_sum(sum);
-    for (int j = threadIdx.x; j < visible; j += blockDim.x) dp[j] = scale * (dp[j] * q[j] - p[j] * sum);
-    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) dp[j] = 0.0f;
+    for (int j = threadIdx.x; j < visible; j += blockDim.x)
+        dp[j] = real(scale * (float(dp[j]) * float(q[j]) - float(p[j]) * sum));
+    for (int j = visible + threadIdx.x; j < s; j += blockDim.x) dp[j] = real(0.0f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -303,12 +307,13 @@ inline std::vector<Parameter> gpt_parameters(const GptConfig& c) {
 // Memory: one function says where everything lies, with base = nullptr only how much there is
 
 struct Carver {
-    float* base = nullptr;
-    size_t used = 0;
-    float* take(int64_t count) {
-        float* place = base ? base + used : nullptr;
-        used += padded_floats(count);
-        return place;
+    char* base = nullptr;
+    size_t used = 0;  // bytes
+    template <class T = real>
+    T* take(int64_t count) {
+        char* place = base ? base + used : nullptr;
+        used += (size_t(count) * sizeof(T) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(place);
     }
 };
 
@@ -325,28 +330,30 @@ struct Shape {
 
 // What a layer keeps from its forward for its backward, per microbatch in flight (§3.5's A_intermediate).
 struct LayerActivations {
-    float *ln_1, *mean_1, *rstd_1;  // [T, h], [T], [T]
-    float* qkv;                     // [T, a/t, 3, h/a]
-    float* probabilities;           // [b, a/t, s, s], before dropout
-    float* context;                 // [T, h/t]: the heads' outputs
-    float* middle;                  // [T, h]: the residual stream between attention and MLP
-    float *ln_2, *mean_2, *rstd_2;  // [T, h], [T], [T]
-    float* fc;                      // [T, 4h/t]: before bias and GeLU
-    float* gelu;                    // [T, 4h/t]
+    real* ln_1;              // [T, h]
+    float *mean_1, *rstd_1;  // [T]
+    real* qkv;               // [T, a/t, 3, h/a]
+    real* probabilities;     // [b, a/t, s, s], before dropout
+    real* context;           // [T, h/t]: the heads' outputs
+    real* middle;            // [T, h]: the residual stream between attention and MLP
+    real* ln_2;              // [T, h]
+    float *mean_2, *rstd_2;  // [T]
+    real* fc;                // [T, 4h/t]: before bias and GeLU
+    real* gelu;              // [T, 4h/t]
 };
 inline LayerActivations carve_layer(Carver& carver, const Shape& shape) {
     const int64_t T = shape.rows(), h = shape.h, t = shape.t;
     LayerActivations a;
     a.ln_1 = carver.take(T * h);
-    a.mean_1 = carver.take(T);
-    a.rstd_1 = carver.take(T);
+    a.mean_1 = carver.take<float>(T);
+    a.rstd_1 = carver.take<float>(T);
     a.qkv = carver.take(T * 3 * h / t);
     a.probabilities = carver.take(shape.scores());
     a.context = carver.take(T * h / t);
     a.middle = carver.take(T * h);
     a.ln_2 = carver.take(T * h);
-    a.mean_2 = carver.take(T);
-    a.rstd_2 = carver.take(T);
+    a.mean_2 = carver.take<float>(T);
+    a.rstd_2 = carver.take<float>(T);
     a.fc = carver.take(T * 4 * h / t);
     a.gelu = carver.take(T * 4 * h / t);
     return a;
@@ -354,14 +361,14 @@ inline LayerActivations carve_layer(Carver& carver, const Shape& shape) {
 
 // Scratch that lives no longer than one layer's forward or backward, shared by all.
 struct Workspace {
-    float* branch;      // [T, h]: a branch's output before it joins the residual stream; its gradient
-    float* norm;        // [T, h]: gradient of a LayerNorm's output
-    float* wide;        // [T, 4h/t]: gradient inside the MLP, or of qkv
-    float* context;     // [T, h/t]: gradient of the heads' outputs
-    float* dropped;     // [b, a/t, s, s]: probabilities after dropout
-    float* scores;      // [b, a/t, s, s]: gradient of the probabilities
+    real* branch;       // [T, h]: a branch's output before it joins the residual stream; its gradient
+    real* norm;         // [T, h]: gradient of a LayerNorm's output
+    real* wide;         // [T, 4h/t]: gradient inside the MLP, or of qkv
+    real* context;      // [T, h/t]: gradient of the heads' outputs
+    real* dropped;      // [b, a/t, s, s]: probabilities after dropout
+    real* scores;       // [b, a/t, s, s]: gradient of the probabilities
     float* partial;     // [chunks, max(2h, 4h/t)]: column sums
-    float* logits;      // [T, Vp/t], last stage only
+    real* logits;       // [T, Vp/t], last stage only
     float* statistics;  // [6 T]: cross-entropy's, and the final LayerNorm's mean and rstd
     float* losses;      // [T]
 };
@@ -374,10 +381,10 @@ inline Workspace carve_workspace(Carver& carver, const Shape& shape, bool last_s
     w.context = carver.take(T * h / t);
     w.dropped = carver.take(shape.dropout ? shape.scores() : 0);
     w.scores = carver.take(shape.scores());
-    w.partial = carver.take(row_chunks(T) * std::max(2 * h, 4 * h / t));
+    w.partial = carver.take<float>(row_chunks(T) * std::max(2 * h, 4 * h / t));
     w.logits = carver.take(last_stage ? T * shape.local_vocab : 0);
-    w.statistics = carver.take(last_stage ? 6 * T : 0);
-    w.losses = carver.take(last_stage ? T : 0);
+    w.statistics = carver.take<float>(last_stage ? 6 * T : 0);
+    w.losses = carver.take<float>(last_stage ? T : 0);
     return w;
 }
 
@@ -443,10 +450,11 @@ struct Gpt {
     Shape shape;  // of a full microbatch
     int p = 1, p_rank = 0, v = 1;
 
-    std::vector<Parameter> parameters;  // this rank's, in the order of their offsets
-    DeviceBuffer<float> weights, gradients;
-    DeviceBuffer<float> tied_gradient;  // [Vp/t, h]: the output layer's share, where both ends are on this rank
-    DeviceBuffer<float> work_memory;
+    std::vector<Parameter> parameters;       // this rank's, in the order of their offsets
+    DeviceBuffer<float> weights, gradients;  // the weights that the optimizer updates
+    DeviceBuffer<real> rounded;              // those that layers use, if they are of another type
+    DeviceBuffer<float> tied_gradient;       // [Vp/t, h]: the output layer's share, where both ends are on this rank
+    DeviceBuffer<char> work_memory;
     Workspace work = {};
 
     std::vector<Chunk> chunks;
@@ -457,6 +465,14 @@ struct Gpt {
 
     Gpt(Device& device, Group& tensor, const GptConfig& config, int64_t microbatch, int p = 1, int p_rank = 0,
         int v = 1, int shards = 1);
+
+    // The weights in use, laid out as `weights`.
+    real* used_weights() {
+        void* weights_in_fp32 = weights.data;
+        return kMixed ? rounded.data : static_cast<real*>(weights_in_fp32);
+    }
+    // Brings the weights in use up to date with all of `weights`.
+    void round_weights();
 
     bool holds_tied_copy() const { return p > 1 && (p_rank == 0 || p_rank == p - 1); }
 };
@@ -500,12 +516,12 @@ inline std::vector<Parameter> local_parameters(const GptConfig& config, int t, i
     for (Parameter& parameter : list) {
         slice_parameter(parameter, t, t_rank);
         parameter.offset = offset;
-        parameter.padded = padded_floats(parameter.local_size(), shards);
+        parameter.padded = padded_size(parameter.local_size(), shards);
         offset += parameter.padded;
     }
     return list;
 }
-inline size_t local_parameter_floats(const std::vector<Parameter>& parameters) {
+inline size_t local_parameter_size(const std::vector<Parameter>& parameters) {
     return parameters.back().offset + parameters.back().padded;
 }
 
@@ -514,13 +530,14 @@ inline Gpt::Gpt(Device& device, Group& tensor, const GptConfig& config, int64_t 
     : device(device), tensor(tensor), config(config), p(p), p_rank(p_rank), v(v) {
     shape = gpt_shape(config, tensor.size, microbatch);
     parameters = local_parameters(config, tensor.size, tensor.rank, p, p_rank, v, shards);
-    weights = DeviceBuffer<float>(local_parameter_floats(parameters));
+    weights = DeviceBuffer<float>(local_parameter_size(parameters));
     gradients = DeviceBuffer<float>(weights.size);
+    if (kMixed) rounded = DeviceBuffer<real>(weights.size);
 
     size_t next = 0;
     auto take = [&] {
         const Parameter& parameter = parameters[next++];
-        return Tensor{weights.data + parameter.offset, gradients.data + parameter.offset};
+        return Tensor{used_weights() + parameter.offset, gradients.data + parameter.offset};
     };
     auto take_norm = [&] {
         const Tensor weight = take();
@@ -570,11 +587,22 @@ inline Gpt::Gpt(Device& device, Group& tensor, const GptConfig& config, int64_t 
         const std::vector<float> slice = initial_slice(parameter, config.seed);
         to_device(device, weights.data + parameter.offset, slice.data(), slice.size());
     }
+    round_weights();
     Carver measure;
     carve_workspace(measure, shape, last);
-    work_memory = DeviceBuffer<float>(measure.used);
+    work_memory = DeviceBuffer<char>(measure.used);
     Carver carver{work_memory.data};
     work = carve_workspace(carver, shape, last);
+}
+
+// y [n] = x [n] rounded. A flat kernel.
+__global__ void round_kernel(const float* x, real* y, int64_t n) {
+    for_flat(n, [=](int64_t i) { y[i] = real(x[i]); });
+}
+inline void Gpt::round_weights() {
+    if (kMixed)
+        launch<round_kernel>(device, flat_grid(int64_t(weights.size)), kBlock, weights.data, rounded.data,
+                             int64_t(weights.size));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -589,7 +617,7 @@ inline Dropout attention_dropout(const Gpt& gpt, const Microbatch& mb, int64_t l
                         mb.first_sample, Site::attention_dropout, layer);
 }
 
-inline void layernorm_forward(Gpt& gpt, const Norm& norm, const float* x, float* y, float* mean, float* rstd,
+inline void layernorm_forward(Gpt& gpt, const Norm& norm, const real* x, real* y, float* mean, float* rstd,
                               int64_t rows) {
     launch<layernorm_forward_kernel>(gpt.device, rows, kBlock, x, norm.weight.value, norm.bias.value, y, mean, rstd,
                                      int(gpt.config.hidden), kLayerNormEpsilon);
@@ -603,8 +631,8 @@ inline void add_chunk_sums(Gpt& gpt, int64_t rows, int64_t stride, int64_t first
 
 // dx [T, h] (+)= LayerNorm's gradient of dy [T, h]; gamma's and beta's gradients are accumulated.
 template <bool accumulate>
-void layernorm_backward(Gpt& gpt, const Norm& norm, const float* x, const float* mean, const float* rstd,
-                        const float* dy, float* dx, int64_t rows) {
+void layernorm_backward(Gpt& gpt, const Norm& norm, const real* x, const float* mean, const float* rstd, const real* dy,
+                        real* dx, int64_t rows) {
     const int64_t h = gpt.config.hidden;
     launch<layernorm_backward_kernel<accumulate>>(gpt.device, row_chunks(rows), kBlock, x, norm.weight.value, mean,
                                                   rstd, dy, dx, gpt.work.partial, rows, int(h));
@@ -612,13 +640,13 @@ void layernorm_backward(Gpt& gpt, const Norm& norm, const float* x, const float*
     add_chunk_sums(gpt, rows, 2 * h, h, h, norm.bias.gradient);
 }
 
-inline void bias_backward(Gpt& gpt, const float* dy, int64_t n, float* gradient, int64_t rows) {
+inline void bias_backward(Gpt& gpt, const real* dy, int64_t n, float* gradient, int64_t rows) {
     launch<bias_backward_kernel>(gpt.device, row_chunks(rows), kBlock, dy, gpt.work.partial, rows, int(n));
     add_chunk_sums(gpt, rows, n, 0, n, gradient);
 }
 
 // The gradient entering a branch: dx [T, h] through the branch's dropout. Without dropout it is dx itself.
-inline const float* dropout_backward(Gpt& gpt, const Microbatch& mb, const Dropout& dropout, const float* dx) {
+inline const real* dropout_backward(Gpt& gpt, const Microbatch& mb, const Dropout& dropout, const real* dx) {
     if (!dropout.active()) return dx;
     launch<dropout_backward_kernel>(gpt.device, mb.rows(), kBlock, dx, gpt.work.branch, int(mb.b),
                                     int(gpt.config.hidden), dropout);
@@ -639,7 +667,7 @@ inline Heads heads_of(const Gpt& gpt, const Microbatch& mb) {
 // context [T, h/t] = softmax(Q K^T / sqrt(h/a)) V for this rank's heads; qkv [T, a/t, 3, h/a] has its bias.
 inline void attention_forward(Gpt& gpt, const Microbatch& mb, int64_t layer, const LayerActivations& acts) {
     const Heads n = heads_of(gpt, mb);
-    const float *q = acts.qkv, *k = q + n.size, *v = k + n.size;
+    const real *q = acts.qkv, *k = q + n.size, *v = k + n.size;
     const int local_heads = int(n.batch / mb.b);
     const Dropout dropout = attention_dropout(gpt, mb, layer);
     gemm(gpt.device, n.s, n.s, n.size, {q, n.qkv_ld, n.qkv_stride}, {k, n.qkv_ld, n.qkv_stride, true},
@@ -647,21 +675,21 @@ inline void attention_forward(Gpt& gpt, const Microbatch& mb, int64_t layer, con
     launch<causal_softmax_forward_kernel>(gpt.device, n.batch * n.s, kBlock, acts.probabilities, gpt.work.dropped,
                                           int(n.s), local_heads, gpt.tensor.rank * local_heads,
                                           1.0f / sqrtf(float(n.size)), dropout);
-    const float* probabilities = dropout.active() ? gpt.work.dropped : acts.probabilities;
+    const real* probabilities = dropout.active() ? gpt.work.dropped : acts.probabilities;
     gemm(gpt.device, n.s, n.size, n.s, {probabilities, n.s, n.s * n.s}, {v, n.qkv_ld, n.qkv_stride}, acts.context,
          n.context_ld, 1.0f, 0.0f, n.context_stride, n.batch);
 }
 
 // dqkv [T, a/t, 3, h/a] from dcontext [T, h/t].
 inline void attention_backward(Gpt& gpt, const Microbatch& mb, int64_t layer, const LayerActivations& acts,
-                               const float* dcontext, float* dqkv) {
+                               const real* dcontext, real* dqkv) {
     const Heads n = heads_of(gpt, mb);
-    const float *q = acts.qkv, *k = q + n.size, *v = k + n.size;
-    float *dq = dqkv, *dk = dq + n.size, *dv = dk + n.size;
+    const real *q = acts.qkv, *k = q + n.size, *v = k + n.size;
+    real *dq = dqkv, *dk = dq + n.size, *dv = dk + n.size;
     const int local_heads = int(n.batch / mb.b);
     const int64_t square = n.s * n.s;
     const Dropout dropout = attention_dropout(gpt, mb, layer);
-    const float* probabilities = acts.probabilities;
+    const real* probabilities = acts.probabilities;
     if (dropout.active()) {
         launch<attention_dropout_kernel>(gpt.device, n.batch * n.s, kBlock, acts.probabilities, gpt.work.dropped,
                                          int(n.s), local_heads, gpt.tensor.rank * local_heads, dropout);
@@ -681,7 +709,7 @@ inline void attention_backward(Gpt& gpt, const Microbatch& mb, int64_t layer, co
 
 // out [T, h] = the layer's output for x [T, h]; keeps in `acts` what the backward needs.
 inline void layer_forward(Gpt& gpt, const Layer& layer, const Microbatch& mb, const LayerActivations& acts,
-                          const float* x, float* out) {
+                          const real* x, real* out) {
     Device& device = gpt.device;
     const int64_t T = mb.rows();
     const int b = int(mb.b), h = int(gpt.config.hidden);
@@ -708,12 +736,12 @@ inline void layer_forward(Gpt& gpt, const Layer& layer, const Microbatch& mb, co
 
 // dx [T, h], the gradient of the layer's output, becomes that of its input x [T, h]; parameters' gradients accumulate.
 inline void layer_backward(Gpt& gpt, const Layer& layer, const Microbatch& mb, const LayerActivations& acts,
-                           const float* x, float* dx) {
+                           const real* x, real* dx) {
     Device& device = gpt.device;
     const int64_t T = mb.rows();
     Workspace& work = gpt.work;
 
-    const float* dy = dropout_backward(gpt, mb, hidden_dropout(gpt, mb, Site::mlp_dropout, layer.index), dx);
+    const real* dy = dropout_backward(gpt, mb, hidden_dropout(gpt, mb, Site::mlp_dropout, layer.index), dx);
     bias_backward(gpt, dy, layer.fc_projection.out, layer.fc_projection.bias.gradient, T);
     row_parallel_backward(device, layer.fc_projection, acts.gelu, dy, work.wide, T);
     launch<bias_gelu_backward_kernel>(device, row_chunks(T), kBlock, acts.fc, layer.fc.bias.value, work.wide,
@@ -732,7 +760,7 @@ inline void layer_backward(Gpt& gpt, const Layer& layer, const Microbatch& mb, c
 }
 
 // x [T, h] = dropout(embedding of the microbatch's inputs + positions).
-inline void embedding_forward(Gpt& gpt, const Microbatch& mb, float* x) {
+inline void embedding_forward(Gpt& gpt, const Microbatch& mb, real* x) {
     vocab_parallel_embedding_forward(gpt.device, gpt.tensor, gpt.wte, gpt.embedding_slice, mb.inputs, x, mb.rows());
     launch<position_dropout_forward_kernel>(gpt.device, mb.rows(), kBlock, x, gpt.wpe.value, int(mb.b),
                                             int(gpt.config.hidden),
@@ -740,7 +768,7 @@ inline void embedding_forward(Gpt& gpt, const Microbatch& mb, float* x) {
 }
 
 // Accumulates the gradients of both embeddings from dx [T, h], the gradient of the first layer's input (overwritten).
-inline void embedding_backward(Gpt& gpt, const Microbatch& mb, float* dx) {
+inline void embedding_backward(Gpt& gpt, const Microbatch& mb, real* dx) {
     const int b = int(mb.b), h = int(gpt.config.hidden);
     const Dropout dropout = hidden_dropout(gpt, mb, Site::embedding_dropout, 0);
     if (dropout.active()) launch<dropout_backward_kernel>(gpt.device, mb.rows(), kBlock, dx, dx, b, h, dropout);
@@ -752,7 +780,7 @@ inline void embedding_backward(Gpt& gpt, const Microbatch& mb, float* dx) {
 
 // logits [rows, Vp/t] (work.logits) of x [rows, h]: final LayerNorm, then the tied embedding as a column parallel
 // layer.
-inline void head_forward(Gpt& gpt, const float* x, int64_t rows) {
+inline void head_forward(Gpt& gpt, const real* x, int64_t rows) {
     const int64_t h = gpt.config.hidden, columns = gpt.shape.local_vocab;
     float* mean = gpt.work.statistics + 4 * rows;
     layernorm_forward(gpt, gpt.ln_f, x, gpt.work.branch, mean, mean + rows, rows);
@@ -762,7 +790,7 @@ inline void head_forward(Gpt& gpt, const float* x, int64_t rows) {
 // The model's end: losses [T] (work.losses) of x [T, h], the last layer's output. When training, x becomes its own
 // gradient, and the last stage's backward begins from it as any other stage's begins from what the next one sent. So
 // the logits need not be kept from forward to backward, whatever the schedule: one buffer serves every microbatch.
-inline void head_forward_backward(Gpt& gpt, const Microbatch& mb, float* x) {
+inline void head_forward_backward(Gpt& gpt, const Microbatch& mb, real* x) {
     Device& device = gpt.device;
     Workspace& work = gpt.work;
     const int64_t T = mb.rows(), h = gpt.config.hidden, columns = gpt.shape.local_vocab;

@@ -376,7 +376,7 @@ inline int in_flight_formula(ScheduleKind kind, int p, int rank, int v, int m) {
 // and the chunk's output are its own; the rest of `outputs` and all of `layers` is scratch shared by every slot.
 struct Slot {
     std::vector<LayerActivations> layers;  // [layers of the chunk]
-    std::vector<float*> outputs;           // [layers of the chunk] of [T, h]
+    std::vector<real*> outputs;            // [layers of the chunk] of [T, h]
 };
 
 // Layers per recomputed block; 0: nothing is recomputed. Layer i's output is kept if it is some block's input or the
@@ -409,7 +409,7 @@ inline Slot carve_recompute_scratch(Carver& carver, const Shape& shape, int64_t 
 
 // The chunk's output, in slot.outputs.back(), for its input x [T, h]; `layer_done(i, output)` is called with layer i's.
 template <class F>
-void chunk_forward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slot& slot, const float* x, F layer_done) {
+void chunk_forward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slot& slot, const real* x, F layer_done) {
     for (size_t i = 0; i < chunk.layers.size(); ++i) {
         layer_forward(gpt, chunk.layers[i], mb, slot.layers[i], x, slot.outputs[i]);
         x = slot.outputs[i];
@@ -421,7 +421,7 @@ void chunk_forward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slo
 // layer i's gradients are complete for this microbatch. Blocks of `block` layers (0: none) are first computed again
 // from their input.
 template <class F>
-void chunk_backward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slot& slot, const float* x, float* dx,
+void chunk_backward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slot& slot, const real* x, real* dx,
                     int64_t block, F layer_done) {
     auto input_of = [&](int64_t layer) { return layer == 0 ? x : slot.outputs[layer - 1]; };
     const int64_t layers = int64_t(chunk.layers.size());
@@ -486,13 +486,13 @@ inline PipelineNeeds pipeline_needs(const Schedule& schedule, const Program& pro
     return needs;
 }
 
-// Floats of one slot, and of the scratch that recomputation shares.
-inline size_t slot_floats(const Shape& shape, int64_t layers, int64_t recompute_layers) {
+// Bytes of one slot, and of the scratch that recomputation shares.
+inline size_t slot_bytes(const Shape& shape, int64_t layers, int64_t recompute_layers) {
     Carver measure;
     carve_slot(measure, shape, layers, recompute_layers);
     return measure.used;
 }
-inline size_t recompute_scratch_floats(const Shape& shape, int64_t layers, int64_t recompute_layers) {
+inline size_t recompute_scratch_bytes(const Shape& shape, int64_t layers, int64_t recompute_layers) {
     Carver measure;
     carve_recompute_scratch(measure, shape, std::min(layers, recompute_layers));
     return measure.used;
@@ -500,7 +500,7 @@ inline size_t recompute_scratch_floats(const Shape& shape, int64_t layers, int64
 
 // Bytes a rank needs, by kind.
 struct MemoryPlan {
-    double weights = 0, gradients = 0, optimizer = 0;  // 4, 4 and 8 bytes per parameter on this rank
+    double weights = 0, gradients = 0, optimizer = 0;  // 4 (mixed: 6), 4 and 8 bytes per parameter on this rank
     double activations = 0;                            // slots: what is kept from forward to backward
     double recompute = 0;                              // scratch for one recomputed block
     double messages = 0;                               // chunk inputs and gradients between stages
@@ -526,21 +526,22 @@ inline MemoryPlan memory_plan(const GptConfig& config, const Schedule& schedule,
     MemoryPlan plan;
     plan.needs = pipeline_needs(schedule, program, p_rank);
     const auto parameters = local_parameters(config, t, t_rank, p, p_rank, v, distributed ? d : 1);
-    plan.weights = 4.0 * double(local_parameter_floats(parameters));
-    plan.gradients = plan.weights + (first && last ? 4.0 * double(shape.local_vocab * shape.h) : 0.0);
-    plan.optimizer = 2 * plan.weights / (distributed ? d : 1);
-    plan.activations = 4.0 * plan.needs.slots * double(slot_floats(shape, layers, options.recompute_layers));
+    const double size = double(local_parameter_size(parameters));
+    plan.weights = (4.0 + (kMixed ? sizeof(real) : 0)) * size;
+    plan.gradients = 4 * size + (first && last ? 4.0 * double(shape.local_vocab * shape.h) : 0.0);
+    plan.optimizer = 8 * size / (distributed ? d : 1);
+    plan.activations = double(plan.needs.slots) * double(slot_bytes(shape, layers, options.recompute_layers));
     if (options.recompute_layers)
-        plan.recompute = 4.0 * double(recompute_scratch_floats(shape, layers, options.recompute_layers));
-    const double message = 4.0 * double(padded_floats(shape.rows() * shape.h));
+        plan.recompute = double(recompute_scratch_bytes(shape, layers, options.recompute_layers));
+    const double message = double(sizeof(real) * padded_size(shape.rows() * shape.h));
     plan.messages = (plan.needs.inputs + plan.needs.gradients) * message;
     Carver measure;
     carve_workspace(measure, shape, last);
-    plan.workspace = 4.0 * double(measure.used);
+    plan.workspace = double(measure.used);
     if (first || last) plan.tokens = 4.0 * schedule.m * double(5 * shape.rows());
     if (last) plan.tokens += 4.0 * schedule.m * double(shape.rows());
 #ifndef __CUDACC__
-    double summed = std::min(plan.weights, double(4 << 20));  // a bucket; else one tensor
+    double summed = std::min(4 * size, double(4 << 20));  // a bucket; else one tensor
     if (distributed) {
         summed = 0;
         for (const Parameter& parameter : parameters) summed = std::max(summed, 4.0 * double(parameter.padded));
@@ -566,23 +567,23 @@ struct PipelineCallbacks {
     std::function<Microbatch(int)> microbatch;     // the i-th of the batch
     std::function<void(int, int)> gradient_ready;  // (chunk, layer of the chunk): complete for the whole batch
     // If set, called with each layer's output [T, h]
-    std::function<void(const Microbatch&, int64_t layer, const float*)> layer_output;
+    std::function<void(const Microbatch&, int64_t layer, const real*)> layer_output;
     // If set, takes the loss's place: the last layer's output [T, h]
-    std::function<void(const Microbatch&, float*)> head;
+    std::function<void(const Microbatch&, real*)> head;
 };
 
 struct PipelineExecutor {
     // Buffers are handed out in the order in which they came back, each with the event after which it is free.
     struct Pool {
-        std::deque<std::pair<float*, cudaEvent_t>> free;
-        float* take(cudaStream_t stream) {
+        std::deque<std::pair<real*, cudaEvent_t>> free;
+        real* take(cudaStream_t stream) {
             if (free.empty()) throw std::logic_error("a pipeline buffer pool is empty");
             const auto [data, event] = free.front();
             free.pop_front();
             if (event) CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
             return data;
         }
-        void give_back(float* data, cudaEvent_t after) { free.push_back({data, after}); }
+        void give_back(real* data, cudaEvent_t after) { free.push_back({data, after}); }
     };
 
     Gpt& gpt;
@@ -590,8 +591,8 @@ struct PipelineExecutor {
     PipelineOptions options;
     cudaStream_t exchange_stream = nullptr;
     std::vector<cudaEvent_t> op_done, exchange_done;
-    DeviceBuffer<float> memory;
-    std::map<float*, Slot> slots;  // by their memory
+    DeviceBuffer<char> memory;
+    std::map<real*, Slot> slots;  // by their memory
     Pool slot_pool, inputs, gradients;
     DeviceBuffer<float> losses;     // last stage: [m, T]
     std::vector<OpRecord> records;  // of the last run
@@ -618,17 +619,17 @@ struct PipelineExecutor {
         create_events(exchange_done, exchanges);
 
         const int64_t layers = int64_t(gpt.chunks[0].layers.size()), message = gpt.shape.rows() * gpt.shape.h;
-        const size_t slot_size = slot_floats(gpt.shape, layers, options.recompute_layers);
+        const size_t slot_size = ::slot_bytes(gpt.shape, layers, options.recompute_layers);
         const size_t scratch_size =
-            options.recompute_layers ? recompute_scratch_floats(gpt.shape, layers, options.recompute_layers) : 0;
-        memory = DeviceBuffer<float>(scratch_size + needs.slots * slot_size +
-                                     (needs.inputs + needs.gradients) * padded_floats(message));
+            options.recompute_layers ? recompute_scratch_bytes(gpt.shape, layers, options.recompute_layers) : 0;
+        memory = DeviceBuffer<char>(scratch_size + needs.slots * slot_size +
+                                    (needs.inputs + needs.gradients) * padded_size(message) * sizeof(real));
         Carver carver{memory.data};
         Slot scratch;
         if (options.recompute_layers)
             scratch = carve_recompute_scratch(carver, gpt.shape, std::min(layers, options.recompute_layers));
         for (int i = 0; i < needs.slots; ++i) {
-            float* place = carver.base + carver.used;
+            real* place = reinterpret_cast<real*>(carver.base + carver.used);
             Slot slot = carve_slot(carver, gpt.shape, layers, options.recompute_layers);
             for (int64_t layer = 0; layer < layers && options.recompute_layers; ++layer) {
                 slot.layers[layer] = scratch.layers[layer % options.recompute_layers];
@@ -651,7 +652,7 @@ struct PipelineExecutor {
 
     // What one microbatch keeps on one chunk.
     double slot_bytes() const {
-        return 4.0 * double(slot_floats(gpt.shape, int64_t(gpt.chunks[0].layers.size()), options.recompute_layers));
+        return double(::slot_bytes(gpt.shape, int64_t(gpt.chunks[0].layers.size()), options.recompute_layers));
     }
 
     static void create_events(std::vector<cudaEvent_t>& events, size_t count) {
@@ -662,9 +663,9 @@ struct PipelineExecutor {
     // What a run keeps track of, by (forward, stage, microbatch).
     using Key = std::tuple<bool, int, int>;
     struct Run {
-        std::map<Key, float*> arriving;     // buffers that an exchange fills
-        std::map<Key, float*> leaving;      // what an exchange will send
-        std::map<Key, float*> slot, input;  // held from forward to backward, by (true, stage, microbatch)
+        std::map<Key, real*> arriving;     // buffers that an exchange fills
+        std::map<Key, real*> leaving;      // what an exchange will send
+        std::map<Key, real*> slot, input;  // held from forward to backward, by (true, stage, microbatch)
         bool training = true;
         size_t ops = 0;
     };
@@ -673,10 +674,10 @@ struct PipelineExecutor {
     // its counterpart on the next stage, whose tensor group gathers the whole.
     bool scatters() const { return options.scatter_gather && grid.t > 1; }
     int64_t part_size(const Microbatch& mb) const { return mb.rows() * gpt.config.hidden / (scatters() ? grid.t : 1); }
-    float* part_of(float* message, const Microbatch& mb) const {
+    real* part_of(real* message, const Microbatch& mb) const {
         return message + (scatters() ? grid.t_rank * part_size(mb) : 0);
     }
-    void gather(float* message, const Microbatch& mb) {
+    void gather(real* message, const Microbatch& mb) {
         if (scatters()) all_gather(gpt.device, grid.tensor, part_of(message, mb), message, part_size(mb));
     }
 
@@ -719,10 +720,10 @@ struct PipelineExecutor {
         const Chunk& chunk = gpt.chunks[step.op.chunk];
         const Microbatch mb = callbacks.microbatch(step.op.microbatch);
         cudaStream_t stream = gpt.device.stream;
-        float* slot_memory = slot_pool.take(stream);
+        real* slot_memory = slot_pool.take(stream);
         peak_slots = std::max(peak_slots, ++slots_in_use);
         const Slot& slot = slots.at(slot_memory);
-        float* x;
+        real* x;
         if (chunk.first) {
             x = inputs.take(stream);
             embedding_forward(gpt, mb, x);
@@ -731,10 +732,10 @@ struct PipelineExecutor {
             state.arriving.erase(key);
             gather(x, mb);
         }
-        chunk_forward(gpt, chunk, mb, slot, x, [&](size_t i, const float* output) {
+        chunk_forward(gpt, chunk, mb, slot, x, [&](size_t i, const real* output) {
             if (callbacks.layer_output) callbacks.layer_output(mb, chunk.layers[i].index, output);
         });
-        float* out = slot.outputs.back();
+        real* out = slot.outputs.back();
         if (chunk.last) {
             if (callbacks.head) {
                 callbacks.head(mb, out);
@@ -764,11 +765,11 @@ struct PipelineExecutor {
         const Microbatch mb = callbacks.microbatch(step.op.microbatch);
         cudaStream_t stream = gpt.device.stream;
         const Slot& slot = slots.at(state.slot.at(forward_key));
-        float* x = state.input.at(forward_key);
-        float* dx;
+        real* x = state.input.at(forward_key);
+        real* dx;
         if (chunk.last) {  // the loss has left the gradient in the output's place
             dx = gradients.take(stream);
-            CUDA_CHECK(cudaMemcpyAsync(dx, slot.outputs.back(), mb.rows() * gpt.config.hidden * sizeof(float),
+            CUDA_CHECK(cudaMemcpyAsync(dx, slot.outputs.back(), mb.rows() * gpt.config.hidden * sizeof(real),
                                        cudaMemcpyDeviceToDevice, stream));
         } else {
             dx = state.arriving.at(key);
@@ -810,15 +811,15 @@ struct PipelineExecutor {
             const Microbatch mb = callbacks.microbatch(message.microbatch);
             const int64_t count = part_size(mb);
             if (message.from == rank) {
-                float* data = state.leaving.at({message.forward, message.from_stage, message.microbatch});
-                NCCL_CHECK(
-                    ncclSend(part_of(data, mb), count, ncclFloat32, message.to, grid.pipeline.comm, exchange_stream));
-                grid.pipeline.computed_bytes += double(count) * sizeof(float);
+                real* data = state.leaving.at({message.forward, message.from_stage, message.microbatch});
+                NCCL_CHECK(ncclSend(part_of(data, mb), count, nccl_type<real>(), message.to, grid.pipeline.comm,
+                                    exchange_stream));
+                grid.pipeline.computed_bytes += double(count) * sizeof(real);
             } else {
-                float* data = (message.forward ? inputs : gradients).take(exchange_stream);
+                real* data = (message.forward ? inputs : gradients).take(exchange_stream);
                 state.arriving[{message.forward, message.to_stage, message.microbatch}] = data;
-                NCCL_CHECK(
-                    ncclRecv(part_of(data, mb), count, ncclFloat32, message.from, grid.pipeline.comm, exchange_stream));
+                NCCL_CHECK(ncclRecv(part_of(data, mb), count, nccl_type<real>(), message.from, grid.pipeline.comm,
+                                    exchange_stream));
             }
         }
         NCCL_CHECK(ncclGroupEnd());

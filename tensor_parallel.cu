@@ -22,6 +22,7 @@
 
 #include "platform/device.h"
 #include "platform/grid.h"
+#include "platform/precision.h"
 #include "platform/random.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ inline std::vector<float> initial_slice(const Parameter& parameter, uint64_t see
 // f, g and the two linear layers
 
 struct Tensor {
-    float* value = nullptr;
+    real* value = nullptr;
     float* gradient = nullptr;  // accumulated over the microbatches of an iteration
 };
 
@@ -105,21 +106,21 @@ struct Linear {
 };
 
 // f, backward: every rank of the group holds an addend of dx [count].
-inline void f_backward(Device& device, Group& tensor, float* dx, int64_t count) {
+inline void f_backward(Device& device, Group& tensor, real* dx, int64_t count) {
     all_reduce(device, tensor, dx, count);
 }
 
 // g, forward: every rank of the group holds an addend of y [count].
-inline void g_forward(Device& device, Group& tensor, float* y, int64_t count) { all_reduce(device, tensor, y, count); }
+inline void g_forward(Device& device, Group& tensor, real* y, int64_t count) { all_reduce(device, tensor, y, count); }
 
 // y [rows, out/t] = x [rows, in] A, A [in, out/t] (f is the identity here).
-inline void column_parallel_forward(Device& device, const Linear& layer, const float* x, float* y, int64_t rows) {
+inline void column_parallel_forward(Device& device, const Linear& layer, const real* x, real* y, int64_t rows) {
     gemm(device, rows, layer.out, layer.in, {x, layer.in}, {layer.weight.value, layer.out}, y, layer.out);
 }
 
 // dx [rows, in] = f(dy [rows, out/t] A^T) and dA += x^T dy.
-inline void column_parallel_backward(Device& device, Group& tensor, const Linear& layer, const float* x,
-                                     const float* dy, float* dx, int64_t rows) {
+inline void column_parallel_backward(Device& device, Group& tensor, const Linear& layer, const real* x, const real* dy,
+                                     real* dx, int64_t rows) {
     gemm(device, rows, layer.in, layer.out, {dy, layer.out}, {layer.weight.value, layer.out, 0, true}, dx, layer.in);
     f_backward(device, tensor, dx, rows * layer.in);
     gemm(device, layer.in, layer.out, rows, {x, layer.in, 0, true}, {dy, layer.out}, layer.weight.gradient, layer.out,
@@ -127,14 +128,14 @@ inline void column_parallel_backward(Device& device, Group& tensor, const Linear
 }
 
 // y [rows, out] = g(x [rows, in/t] A), A [in/t, out].
-inline void row_parallel_forward(Device& device, Group& tensor, const Linear& layer, const float* x, float* y,
+inline void row_parallel_forward(Device& device, Group& tensor, const Linear& layer, const real* x, real* y,
                                  int64_t rows) {
     gemm(device, rows, layer.out, layer.in, {x, layer.in}, {layer.weight.value, layer.out}, y, layer.out);
     g_forward(device, tensor, y, rows * layer.out);
 }
 
 // dx [rows, in/t] = dy [rows, out] A^T and dA += x^T dy (g is the identity here).
-inline void row_parallel_backward(Device& device, const Linear& layer, const float* x, const float* dy, float* dx,
+inline void row_parallel_backward(Device& device, const Linear& layer, const real* x, const real* dy, real* dx,
                                   int64_t rows) {
     gemm(device, rows, layer.in, layer.out, {dy, layer.out}, {layer.weight.value, layer.out, 0, true}, dx, layer.in);
     gemm(device, layer.in, layer.out, rows, {x, layer.in, 0, true}, {dy, layer.out}, layer.weight.gradient, layer.out,
@@ -145,31 +146,31 @@ inline void row_parallel_backward(Device& device, const Linear& layer, const flo
 // Vocabulary parallel embedding: rank i holds rows [i Vp/t, (i+1) Vp/t) of the padded embedding [Vp, h].
 
 // x [rows, h] = the embedding's row of each token [rows], or zero if another rank holds it. One block per token.
-__global__ void embedding_forward_kernel(const int* tokens, const float* wte, float* x, int first_row, int local_rows,
+__global__ void embedding_forward_kernel(const int* tokens, const real* wte, real* x, int first_row, int local_rows,
                                          int h) {
     const int64_t row = blockIdx.x;
     const int local = tokens[row] - first_row;
     const bool mine = 0 <= local && local < local_rows;
-    for (int j = threadIdx.x; j < h; j += blockDim.x) x[row * h + j] = mine ? wte[int64_t(local) * h + j] : 0.0f;
+    for (int j = threadIdx.x; j < h; j += blockDim.x) x[row * h + j] = mine ? wte[int64_t(local) * h + j] : real(0.0f);
 }
 
 // gradient [Vp/t, h] += dx [rows, h] of every position that holds the token. One block per distinct token, which adds
 // its positions in order: no atomics, so a repeated run is bitwise the same. distinct [n]: token ids; starts [n + 1]:
 // ranges of `positions` [rows], the microbatch's rows sorted by token.
-__global__ void embedding_backward_kernel(const int* distinct, const int* starts, const int* positions, const float* dx,
+__global__ void embedding_backward_kernel(const int* distinct, const int* starts, const int* positions, const real* dx,
                                           float* gradient, int first_row, int local_rows, int h) {
     const int local = distinct[blockIdx.x] - first_row;
     if (local < 0 || local >= local_rows) return;
     float* sum = gradient + int64_t(local) * h;
     for (int k = starts[blockIdx.x]; k < starts[blockIdx.x + 1]; ++k) {
-        const float* row = dx + int64_t(positions[k]) * h;
-        for (int j = threadIdx.x; j < h; j += blockDim.x) sum[j] += row[j];
+        const real* row = dx + int64_t(positions[k]) * h;
+        for (int j = threadIdx.x; j < h; j += blockDim.x) sum[j] += float(row[j]);
     }
 }
 
 // x [rows, h] = embedding of tokens [rows] (device), whole on every rank of the group.
 inline void vocab_parallel_embedding_forward(Device& device, Group& tensor, const Tensor& wte, const Parameter& slice,
-                                             const int* tokens, float* x, int64_t rows) {
+                                             const int* tokens, real* x, int64_t rows) {
     launch<embedding_forward_kernel>(device, rows, kBlock, tokens, wte.value, x, int(slice.first_row),
                                      int(slice.local_rows), int(slice.cols));
     g_forward(device, tensor, x, rows * slice.cols);
@@ -181,15 +182,15 @@ inline void vocab_parallel_embedding_forward(Device& device, Group& tensor, cons
 
 constexpr float kLowest = -1e30f;  // below every logit; finite, since -ffast-math promises nothing about infinity
 
-// Per row of logits [rows, n], of which the first `real` columns are not padding: maximum [rows] and the sum [rows] of
-// exp(logit - maximum). One block per row. Reads 4 bytes per logit (twice, the second time from cache).
-__global__ void cross_entropy_statistics_kernel(const float* logits, float* maximum, float* sum, int n, int real) {
-    const float* row = logits + int64_t(blockIdx.x) * n;
+// Per row of logits [rows, n], of which the first `filled` columns are not padding: maximum [rows] and the sum [rows]
+// of exp(logit - maximum). One block per row. Reads 4 bytes per logit (twice, the second time from cache).
+__global__ void cross_entropy_statistics_kernel(const real* logits, float* maximum, float* sum, int n, int filled) {
+    const real* row = logits + int64_t(blockIdx.x) * n;
     float largest = kLowest;
-    for (int j = threadIdx.x; j < real; j += blockDim.x) largest = row[j] > largest ? row[j] : largest;
+    for (int j = threadIdx.x; j < filled; j += blockDim.x) largest = float(row[j]) > largest ? float(row[j]) : largest;
     largest = block_max(largest);
     float total = 0;
-    for (int j = threadIdx.x; j < real; j += blockDim.x) total += expf(row[j] - largest);
+    for (int j = threadIdx.x; j < filled; j += blockDim.x) total += expf(float(row[j]) - largest);
     total = block_sum(total);
     if (threadIdx.x == 0) {
         maximum[blockIdx.x] = largest;
@@ -199,51 +200,54 @@ __global__ void cross_entropy_statistics_kernel(const float* logits, float* maxi
 
 // Brings this rank's sum [rows] from its own maximum [rows] to the group's, and writes the target's logit, less the
 // group's maximum, where this rank holds it, else 0. A flat kernel.
-__global__ void cross_entropy_rescale_kernel(const float* logits, const int* targets, const float* own_maximum,
+__global__ void cross_entropy_rescale_kernel(const real* logits, const int* targets, const float* own_maximum,
                                              const float* maximum, float* sum, float* target_logit, int64_t rows, int n,
                                              int first_column) {
     for_flat(rows, [=](int64_t i) {
         sum[i] *= expf(own_maximum[i] - maximum[i]);
         const int local = targets[i] - first_column;
-        target_logit[i] = 0 <= local && local < n ? logits[i * n + local] - maximum[i] : 0.0f;
+        target_logit[i] = 0 <= local && local < n ? float(logits[i * n + local]) - maximum[i] : 0.0f;
     });
 }
 
 // losses [rows] = log sum - target, and in place of the logits their gradient: (softmax - one-hot) * scale, 0 in padded
 // columns. One block per row. Reads and writes 4 bytes per logit.
-__global__ void cross_entropy_gradient_kernel(float* logits, const int* targets, const float* maximum, const float* sum,
-                                              const float* target_logit, float* losses, int n, int real,
+__global__ void cross_entropy_gradient_kernel(real* logits, const int* targets, const float* maximum, const float* sum,
+                                              const float* target_logit, float* losses, int n, int filled,
                                               int first_column, float scale) {
     const int64_t i = blockIdx.x;
-    float* row = logits + i * n;
+    real* row = logits + i * n;
     const int local = targets[i] - first_column;
     const float largest = maximum[i], factor = scale / sum[i];
-    for (int j = threadIdx.x; j < real; j += blockDim.x) row[j] = expf(row[j] - largest) * factor;
-    for (int j = real + threadIdx.x; j < n; j += blockDim.x) row[j] = 0.0f;
+    // The target's column is subtracted from before it is rounded
+    const float at_target = 0 <= local && local < filled ? expf(float(row[local]) - largest) * factor - scale : 0.0f;
+    __syncthreads();
+    for (int j = threadIdx.x; j < filled; j += blockDim.x) row[j] = real(expf(float(row[j]) - largest) * factor);
+    for (int j = filled + threadIdx.x; j < n; j += blockDim.x) row[j] = real(0.0f);
     __syncthreads();
     if (threadIdx.x == 0) {
         losses[i] = logf(sum[i]) - target_logit[i];
-        if (0 <= local && local < real) row[local] -= scale;
+        if (0 <= local && local < filled) row[local] = real(at_target);
     }
 }
 
 // Cross-entropy of logits [rows, n] (this rank's columns [first_column, first_column + n) of V) against targets [rows].
 // Writes losses [rows], bitwise equal on all ranks, and replaces the logits by their gradient times `scale`.
 // statistics [4 * rows] is scratch.
-inline void vocab_parallel_cross_entropy(Device& device, Group& tensor, float* logits, const int* targets,
-                                         float* losses, float* statistics, int64_t rows, int64_t n,
-                                         int64_t first_column, int64_t V, float scale) {
+inline void vocab_parallel_cross_entropy(Device& device, Group& tensor, real* logits, const int* targets, float* losses,
+                                         float* statistics, int64_t rows, int64_t n, int64_t first_column, int64_t V,
+                                         float scale) {
     float* own_maximum = statistics;
     float* maximum = own_maximum + rows;
     float* sum = maximum + rows;
     float* target_logit = sum + rows;
-    const int real = int(std::clamp<int64_t>(V - first_column, 0, n));
-    launch<cross_entropy_statistics_kernel>(device, rows, kBlock, logits, own_maximum, sum, int(n), real);
+    const int filled = int(std::clamp<int64_t>(V - first_column, 0, n));
+    launch<cross_entropy_statistics_kernel>(device, rows, kBlock, logits, own_maximum, sum, int(n), filled);
     CUDA_CHECK(cudaMemcpyAsync(maximum, own_maximum, rows * sizeof(float), cudaMemcpyDeviceToDevice, device.stream));
     all_reduce(device, tensor, maximum, rows, ncclMax);
     launch<cross_entropy_rescale_kernel>(device, flat_grid(rows), kBlock, logits, targets, own_maximum, maximum, sum,
                                          target_logit, rows, int(n), int(first_column));
     all_reduce(device, tensor, sum, 2 * rows);  // the sums and the targets' logits in one message
     launch<cross_entropy_gradient_kernel>(device, rows, kBlock, logits, targets, maximum, sum, target_logit, losses,
-                                          int(n), real, int(first_column), scale);
+                                          int(n), filled, int(first_column), scale);
 }

@@ -132,10 +132,9 @@ void gather_parameters(const Grid& grid, const Gpt& gpt, const float* flat, F co
                     if (mine.index == whole.index && !mine.tied_copy)
                         to_host(gpt.device, part.data(), flat + mine.offset, part.size());
                 if (rank != 0)
-                    MPI_CHECK(MPI_Send(part.data(), int(part.size()), MPI_FLOAT, 0, whole.index, MPI_COMM_WORLD));
+                    MPI_FINISH(MPI_Isend, part.data(), int(part.size()), MPI_FLOAT, 0, whole.index, MPI_COMM_WORLD);
             } else if (grid.world_rank == 0) {
-                MPI_CHECK(MPI_Recv(part.data(), int(part.size()), MPI_FLOAT, rank, whole.index, MPI_COMM_WORLD,
-                                   MPI_STATUS_IGNORE));
+                MPI_FINISH(MPI_Irecv, part.data(), int(part.size()), MPI_FLOAT, rank, whole.index, MPI_COMM_WORLD);
             }
             if (grid.world_rank == 0) place_slice(slice, part, values);
         }
@@ -150,8 +149,8 @@ struct DumpedBatch {
     std::vector<int32_t> tokens;
 
     // Layer's output [T, h] of a microbatch, row i b + j being position i of its sample j.
-    void add(Device& device, const Microbatch& mb, int64_t layer, const float* output, int64_t B, int64_t h) {
-        const std::vector<float> values = to_vector(device, output, size_t(mb.rows() * h));
+    void add(Device& device, const Microbatch& mb, int64_t layer, const real* output, int64_t B, int64_t h) {
+        const std::vector<real> values = to_vector(device, output, size_t(mb.rows() * h));
         std::vector<float>& whole = outputs[layer];
         whole.resize(size_t(B * mb.s * h), 0.0f);
         for (int64_t i = 0; i < mb.s; ++i)
@@ -179,8 +178,8 @@ inline void write_dump(const Options& o, const Grid& grid, const Gpt& gpt, const
         std::vector<float> all(grid.world_rank == 0 ? B * s * h : 0);
         const float* part = mine == batch.outputs.end() ? nothing.data() : mine->second.data();
         for (int64_t sample = 0; sample < B; ++sample)
-            MPI_CHECK(MPI_Reduce(part + sample * s * h, grid.world_rank == 0 ? all.data() + sample * s * h : nullptr,
-                                 int(s * h), MPI_FLOAT, MPI_SUM, 0, MPI_COMM_WORLD));
+            MPI_FINISH(MPI_Ireduce, part + sample * s * h, grid.world_rank == 0 ? all.data() + sample * s * h : nullptr,
+                       int(s * h), MPI_FLOAT, MPI_SUM, 0, MPI_COMM_WORLD);
         if (grid.world_rank == 0) writer.add("h." + std::to_string(layer) + ".output", {B, s, h}, all);
     }
     if (grid.world_rank != 0) return;
@@ -278,6 +277,7 @@ struct Trainer {
     int64_t iteration = 0, samples = 0;  // done and consumed
     std::pair<int64_t, int64_t> traced;  // iterations, first to last
     std::function<void()> before_step;   // if set, called when gradients are reduced, before clipping and the step
+    LossScale loss_scale;
     Measured measured;
 
     Trainer(const Options& o, Grid& grid, const Dataset& data, Device& device, LogFile& log)
@@ -300,7 +300,11 @@ struct Trainer {
                     o.use_distributed_optimizer),
           microbatches(o.num_microbatches),
           sample_losses(o.global_batch_size),
-          traced(o.trace.empty() ? std::make_pair<int64_t, int64_t>(0, 0) : trace_range(o.trace_iterations)) {}
+          traced(o.trace.empty() ? std::make_pair<int64_t, int64_t>(0, 0) : trace_range(o.trace_iterations)) {
+        if (kScalesLoss)
+            loss_scale = {o.loss_scale > 0 ? o.loss_scale : o.initial_loss_scale, o.loss_scale == 0,
+                          o.loss_scale_window};
+    }
 
     // Microbatch i, replica r, row j is sample (i d + r) b + j of the batch.
     int64_t first_sample(int64_t microbatch) const { return (microbatch * grid.d + grid.d_rank) * o.micro_batch_size; }
@@ -323,7 +327,7 @@ struct Trainer {
         mb.iteration = iteration;
         mb.first_sample = first_sample(i);
         mb.training = is_training;
-        mb.loss_scale = float(1.0 / (double(o.global_batch_size) * double(o.seq_length)));
+        mb.loss_scale = float(loss_scale.scale / (double(o.global_batch_size) * double(o.seq_length)));
         const Tokens& tokens = microbatches[i];
         mb.inputs = tokens.inputs.data;
         mb.targets = tokens.targets.data;
@@ -352,6 +356,8 @@ struct Trainer {
 
     struct Result {
         double loss = 0, gradient_norm = 0, lr = 0, seconds = 0;
+        double loss_scale = 1;  // that this iteration used
+        bool skipped = false;   // fp16: its gradients overflowed, and the weights stayed as they were
     };
 
     // One iteration on the data's next batch.
@@ -375,7 +381,7 @@ struct Trainer {
         const bool dumps = !o.dump.empty() && iteration == o.train_iters;
         DumpedBatch dumped;
         if (dumps && grid.t_rank == 0)
-            callbacks.layer_output = [&](const Microbatch& mb, int64_t layer, const float* output) {
+            callbacks.layer_output = [&](const Microbatch& mb, int64_t layer, const real* output) {
                 dumped.add(device, mb, layer, output, o.global_batch_size, o.hidden_size);
             };
         for (int64_t k = 0; k < o.global_batch_size && dumps && grid.world_rank == 0; ++k)
@@ -397,22 +403,38 @@ struct Trainer {
         double sum = 0;
         for (double loss : gather_losses()) sum += loss;
         result.loss = sum / (double(o.global_batch_size) * double(o.seq_length));
+        result.loss_scale = loss_scale.scale;
+        optimizer.unscale(loss_scale.scale);
         result.gradient_norm = optimizer.gradient_norm();
         result.lr = learning_rate(iteration, o.lr, o.min_lr, decay_of(o), o.lr_warmup_iters, o.lr_decay_iters);
-        if (!is_finite(result.loss) || !is_finite(result.gradient_norm))
+        // Decided alike everywhere: losses and norm are the whole world's
+        result.skipped = kScalesLoss && !(is_finite(result.loss) && is_finite(result.gradient_norm));
+        if (result.skipped && loss_scale.dynamic && loss_scale.scale <= 1)
+            throw std::runtime_error("iteration " + std::to_string(iteration) +
+                                     ": the gradient overflows fp16 even at a loss scale of " +
+                                     options_detail::text(loss_scale.scale) + "; try a lower --lr (now " +
+                                     options_detail::text(o.lr) + ") or PRECISION=bf16");
+        if (!result.skipped && (!is_finite(result.loss) || !is_finite(result.gradient_norm)))
             throw std::runtime_error("iteration " + std::to_string(iteration) + ": the " +
                                      (is_finite(result.loss) ? "gradient" : "loss") +
                                      " is not finite; try a lower --lr (now " + options_detail::text(result.lr) +
                                      "), a longer --lr-warmup-iters or a smaller --clip-grad (now " +
                                      options_detail::text(o.clip_grad) + ")");
         if (o.use_distributed_optimizer && (dumps || before_step)) reduction.gather_gradients();
-        if (dumps) write_dump(o, grid, gpt, dumped, result.loss);
+        if (dumps) {
+            optimizer.gather_weights();
+            write_dump(o, grid, gpt, dumped, result.loss);
+        }
         if (before_step) before_step();
         measured.bytes.add(grid, -1);
         {
             TraceScope trace(device, "optimizer", [] { return "optimizer"; });
-            optimizer.step(result.gradient_norm, result.lr);
+            if (result.skipped)
+                optimizer.clear_gradients();
+            else
+                optimizer.step(result.gradient_norm, result.lr);
         }
+        loss_scale.update(result.skipped);
         measured.bytes.add(grid, 1);
         CUDA_CHECK(cudaStreamSynchronize(device.stream));
         device.tracing = false;
@@ -442,7 +464,7 @@ struct Trainer {
     void generate(F emit) {
         std::vector<int32_t> ids = encode_prompt(data, o);
         Group& tensor = grid.tensor;
-        DeviceBuffer<float> logits(gpt.shape.local_vocab * grid.t);
+        DeviceBuffer<real> logits(gpt.shape.local_vocab * grid.t);
         DeviceBuffer<int32_t> chosen(1);
         Tokens tokens;
         for (int64_t n = 0; n < o.generate; ++n) {
@@ -459,10 +481,11 @@ struct Trainer {
                 mb.inputs = tokens.inputs.data;
                 return mb;
             };
-            callbacks.head = [&](const Microbatch&, float* x) {
+            callbacks.head = [&](const Microbatch&, real* x) {
                 head_forward(gpt, x + (length - 1) * o.hidden_size, 1);
                 all_gather(device, tensor, gpt.work.logits, logits.data, gpt.shape.local_vocab);
-                const int32_t token = sample(to_vector(device, logits.data, o.vocab_size), n);
+                const std::vector<real> values = to_vector(device, logits.data, o.vocab_size);
+                const int32_t token = sample({values.begin(), values.end()}, n);
                 to_device(device, chosen.data, &token, 1);
             };
             executor.run(single.schedule, single.program, callbacks, false);
@@ -561,7 +584,12 @@ inline std::vector<Slice> model_slices(Gpt& gpt, Optimizer& optimizer, const Gri
 
 // Writes --save's checkpoint of where the trainer is. Collective; throws std::runtime_error on all ranks alike.
 inline void save(const Options& o, const Grid& grid, Trainer& trainer) {
-    CheckpointState state{trainer.iteration, trainer.samples, trainer.optimizer.step_count, model_as_json(o),
+    CheckpointState state{trainer.iteration,
+                          trainer.samples,
+                          trainer.optimizer.step_count,
+                          kScalesLoss ? trainer.loss_scale.scale : 0.0,
+                          trainer.loss_scale.good_steps,
+                          model_as_json(o),
                           nlohmann::ordered_json{{"t", grid.t},
                                                  {"p", grid.p},
                                                  {"d", grid.d},
@@ -570,6 +598,7 @@ inline void save(const Options& o, const Grid& grid, Trainer& trainer) {
     std::string name = "shard_t" + std::to_string(grid.t_rank) + "_p" + std::to_string(grid.p_rank);
     if (grid.d_rank > 0) name += "_d" + std::to_string(grid.d_rank);
     const double start = now();
+    trainer.optimizer.gather_weights();
     save_checkpoint(trainer.device, o.save, name + ".safetensors",
                     model_slices(trainer.gpt, trainer.optimizer, grid, true), state, o.keep);
     if (grid.world_rank == 0) {
@@ -583,9 +612,14 @@ inline void save(const Options& o, const Grid& grid, Trainer& trainer) {
 inline void load(const Checkpoint& checkpoint, const Grid& grid, Trainer& trainer) {
     for (const Slice& slice : model_slices(trainer.gpt, trainer.optimizer, grid, false))
         load_slice(trainer.device, checkpoint, slice);
+    trainer.gpt.round_weights();
     trainer.iteration = checkpoint.state.iteration;
     trainer.samples = checkpoint.state.samples;
     trainer.optimizer.step_count = checkpoint.state.optimizer_steps;
+    if (trainer.loss_scale.dynamic && checkpoint.state.loss_scale > 0) {  // else the run that wrote it had none
+        trainer.loss_scale.scale = checkpoint.state.loss_scale;
+        trainer.loss_scale.good_steps = checkpoint.state.good_steps;
+    }
 }
 
 // What --load-hf's model must hold.
@@ -606,6 +640,7 @@ inline void load_hf(const HfModel& model, Gpt& gpt) {
                 values[r * p.local_cols + c] = HfModel::value(tensor, (p.first_row + r) * p.cols + p.global_column(c));
         to_device(gpt.device, gpt.weights.data + p.offset, values.data(), values.size());
     }
+    gpt.round_weights();
 }
 
 // Writes --save-hf's directory: config.json and model.safetensors, the whole model from rank 0. Collective; throws
@@ -635,12 +670,7 @@ inline volatile std::sig_atomic_t& stop_signal() {
 // Whether any rank has been asked to stop. Collective.
 inline bool any_rank_stops() {
     int mine = stop_signal() != 0, any = 0;
-    MPI_Request request;
-    MPI_CHECK(MPI_Iallreduce(&mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD, &request));
-    for (int done = 0; !done;) {  // a blocking call would spin
-        MPI_CHECK(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
-        if (!done) sched_yield();
-    }
+    MPI_FINISH(MPI_Iallreduce, &mine, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
     return any != 0;
 }
 
@@ -714,20 +744,22 @@ struct FormulaBytes {
 };
 inline FormulaBytes formula_bytes(const Options& o, const Grid& grid, double local_parameters_of_all_ranks) {
     const double t = grid.t, d = grid.d, p = grid.p, m = double(o.num_microbatches), b = double(o.micro_batch_size),
-                 s = double(o.seq_length), h = double(o.hidden_size), v = double(o.virtual_pipeline_size), word = 4;
+                 s = double(o.seq_length), h = double(o.hidden_size), v = double(o.virtual_pipeline_size),
+                 word = sizeof(real), fp32 = 4;
     const double share = (t - 1) / t, microbatches = m * d, bsh = b * s * h;
     FormulaBytes bytes;
     // Per layer, device and microbatch: 8 b s h (t-1)/t elements, 12 when recomputing
     bytes.layers = (o.recompute() ? 12 : 8) * bsh * share * double(o.num_layers) * microbatches * t * word;
     // The embedding's g, the output layer's f, and three numbers per token
-    bytes.vocabulary = (4 * bsh + 6 * b * s) * share * microbatches * t * word;
+    bytes.vocabulary = (4 * bsh * word + 6 * b * s * fp32) * share * microbatches * t;
     const bool scatters = grid.t > 1 && !o.no_scatter_gather_tensors_in_pipeline;
     const double messages = p > 1 ? 2 * (p * v - 1) * microbatches : 0;  // one a boundary and direction
     bytes.pipeline = messages * bsh * (scatters ? 1 : t) * word;
     bytes.gather = scatters ? messages * bsh * share * t * word : 0;
-    bytes.data = 2 * (d - 1) / d * local_parameters_of_all_ranks * word;
+    // Gradients, reduced, and the reduced gradients or the weights made from them
+    bytes.data = (d - 1) / d * local_parameters_of_all_ranks * (fp32 + (o.use_distributed_optimizer ? word : fp32));
     const double vocab = double((o.vocab_size + grid.t - 1) / grid.t);
-    bytes.embedding = p > 1 ? 2 * vocab * h * t * d * word : 0;  // two ranks, 2 N / 2 elements each
+    bytes.embedding = p > 1 ? 2 * vocab * h * t * d * fp32 : 0;  // two ranks, 2 N / 2 elements each
     return bytes;
 }
 
@@ -769,7 +801,7 @@ inline void print_report(const Options& o, const Grid& grid, const Trainer& trai
     const std::vector<double> local = {mine.flops / n,      mine.bytes.tensor / n,    mine.bytes.pipeline / n,
                                        mine.bytes.data / n, mine.bytes.embedding / n, parameters};
     std::vector<double> total(local.size());
-    MPI_CHECK(MPI_Reduce(local.data(), total.data(), int(local.size()), MPI_DOUBLE, MPI_SUM, 0, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Ireduce, local.data(), total.data(), int(local.size()), MPI_DOUBLE, MPI_SUM, 0, MPI_COMM_WORLD);
     nlohmann::json facts = {{"predicted", predicted_memory}, {"measured", measured_memory}};
     if (grid.t_rank == 0 && grid.d_rank == 0) {
         facts["cpu"] = nlohmann::json::array();
@@ -836,10 +868,10 @@ inline void print_plan(const Options& o, const GptConfig& config, const MemoryPl
     std::printf("GPT: %ld layers, hidden %ld, %ld heads, sequence %ld, vocabulary %ld: %ld parameters\n",
                 long(o.num_layers), long(o.hidden_size), long(o.num_attention_heads), long(o.seq_length),
                 long(o.vocab_size), long(parameter_count(config)));
-    std::printf("layout: t = %ld, p = %ld, d = %ld, v = %ld; B = %ld, b = %ld, m = %ld; schedule %s\n",
+    std::printf("layout: t = %ld, p = %ld, d = %ld, v = %ld; B = %ld, b = %ld, m = %ld; schedule %s; precision %s\n",
                 long(o.tensor_model_parallel_size), long(o.pipeline_model_parallel_size), long(o.data_parallel_size),
                 long(o.virtual_pipeline_size), long(o.global_batch_size), long(o.micro_batch_size),
-                long(o.num_microbatches), o.schedule.c_str());
+                long(o.num_microbatches), o.schedule.c_str(), kPrecision);
     const double MB = 1e6;
     std::printf(
         "predicted memory of rank 0: %.1f MB (weights %.1f, gradients %.1f, optimizer %.1f, activations %.1f, messages "
@@ -889,7 +921,7 @@ inline void choose_device() {
 // measured. Collective.
 inline void warm_up(Device& device, Grid& grid) {
     constexpr int64_t n = 256;
-    DeviceBuffer<float> buffer(4 * n * n);
+    DeviceBuffer<real> buffer(4 * n * n);
     for (bool ta : {false, true})
         for (bool tb : {false, true})
             gemm(device, n, n, n, {buffer.data, n, 0, ta}, {buffer.data + n * n, n, 0, tb}, buffer.data + 2 * n * n, n);
@@ -952,16 +984,24 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
         all_seconds += result.seconds;
         ++interval_iterations;
         if (prints) {
-            log.line({{"type", "train"},
-                      {"iteration", i},
-                      {"loss", result.loss},
-                      {"grad_norm", result.gradient_norm},
-                      {"lr", result.lr},
-                      {"tokens", int64_t(tokens)},
-                      {"tokens_total", trainer.samples * o.seq_length},
-                      {"tokens_per_s", tokens / result.seconds},
-                      {"tflops_per_rank", flops / result.seconds / grid.world_size / 1e12},
-                      {"iteration_ms", 1e3 * result.seconds}});
+            nlohmann::ordered_json line = {{"type", "train"},
+                                           {"iteration", i},
+                                           {"loss", result.loss},
+                                           {"grad_norm", result.gradient_norm},
+                                           {"lr", result.lr},
+                                           {"tokens", int64_t(tokens)},
+                                           {"tokens_total", trainer.samples * o.seq_length},
+                                           {"tokens_per_s", tokens / result.seconds},
+                                           {"tflops_per_rank", flops / result.seconds / grid.world_size / 1e12},
+                                           {"iteration_ms", 1e3 * result.seconds}};
+            if (kScalesLoss) {
+                line["loss_scale"] = result.loss_scale;
+                line["skipped"] = result.skipped;
+            }
+            log.line(line);
+            if (result.skipped)
+                std::printf("iteration %5ld/%ld | gradients overflow fp16: step skipped, loss scale now %.0f\n",
+                            long(i), long(o.train_iters), trainer.loss_scale.scale);
             if (i % o.log_interval == 0 || i == o.train_iters || i == first_iteration + 1) {
                 const double seconds = interval_seconds / double(interval_iterations);
                 std::printf(
@@ -985,7 +1025,10 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
         }
     }
     if (evaluates) evaluate();
-    if (!o.save_hf.empty()) save_hf(o, grid, trainer.gpt);
+    if (!o.save_hf.empty()) {
+        trainer.optimizer.gather_weights();
+        save_hf(o, grid, trainer.gpt);
+    }
     if (o.generate > 0) {
         if (prints) std::printf("sample:\n%s", data.training.text ? o.prompt.c_str() : (" " + o.prompt).c_str());
         trainer.generate([&](int32_t id) {

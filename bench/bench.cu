@@ -29,7 +29,7 @@ double median(std::vector<double> values) {
 // The best of `rounds` products of 2048^3, in FLOP/s.
 double gemm_peak(Device& device, int rounds) {
     constexpr int64_t n = 2048;
-    DeviceBuffer<float> a(n * n), b(n * n), c(n * n);
+    DeviceBuffer<real> a(n * n), b(n * n), c(n * n);
     double best = 0;
     for (int i = 0; i < rounds; ++i) {
         CUDA_CHECK(cudaStreamSynchronize(device.stream));

@@ -43,6 +43,8 @@ struct Slice {
 // What identifies a checkpoint beside its tensors.
 struct CheckpointState {
     int64_t iteration = 0, samples = 0, optimizer_steps = 0;
+    double loss_scale = 0;          // fp16; 0: the run did not scale its loss
+    int64_t good_steps = 0;         // iterations since the loss scale last changed
     nlohmann::ordered_json model;   // sizes that a run which loads it must have
     nlohmann::ordered_json layout;  // of the run that wrote it: for people
 };
@@ -131,6 +133,8 @@ inline void save_checkpoint(Device& device, const std::string& dir, const std::s
                                                {"iteration", state.iteration},
                                                {"samples", state.samples},
                                                {"optimizer_steps", state.optimizer_steps},
+                                               {"loss_scale", state.loss_scale},
+                                               {"good_steps", state.good_steps},
                                                {"model", state.model},
                                                {"layout", state.layout},
                                                {"files", nlohmann::ordered_json::array()}};
@@ -201,8 +205,13 @@ inline std::unique_ptr<Checkpoint> open_checkpoint(const std::string& dir, int r
         if (manifest.at("format") != kCheckpointFormat)
             throw std::runtime_error(manifest_path + ": has format " + manifest.at("format").dump() + ", not " +
                                      std::to_string(kCheckpointFormat));
-        checkpoint->state = {manifest.at("iteration"), manifest.at("samples"), manifest.at("optimizer_steps"),
-                             manifest.at("model"), manifest.at("layout")};
+        checkpoint->state = {manifest.at("iteration"),
+                             manifest.at("samples"),
+                             manifest.at("optimizer_steps"),
+                             manifest.value("loss_scale", 0.0),
+                             manifest.value("good_steps", int64_t(0)),
+                             manifest.at("model"),
+                             manifest.at("layout")};
         int index = 0;
         for (const auto& entry : manifest.at("files")) {
             const std::string name = entry.at("name").get<std::string>(), shard = path + "/" + name;

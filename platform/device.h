@@ -12,6 +12,7 @@
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 #include <mpi.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -24,6 +25,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "platform/precision.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors
@@ -71,6 +74,29 @@ inline std::string mpi_error(int status) {
     do {                                                                                 \
         const int status_ = (call);                                                      \
         if (status_ != MPI_SUCCESS) fail(__FILE__, __LINE__, #call, mpi_error(status_)); \
+    } while (0)
+
+// Waits for a message without spinning: between polls the core is offered to the other ranks.
+inline void wait_for(MPI_Request request, const char* call) {
+    int done = 0;
+    auto finished = [&] {
+        if (!done) MPI_CHECK(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+        return done != 0;
+    };
+#ifdef __CUDACC__
+    (void)call;
+    while (!finished()) sched_yield();
+#else
+    standin::wait(finished, [&] { return std::string(call); });
+#endif
+}
+// A nonblocking MPI call, all arguments but the request, and its wait: where ranks outnumber cores, a blocking call,
+// which spins, takes a hundred times as long.
+#define MPI_FINISH(call, ...)                    \
+    do {                                         \
+        MPI_Request request_;                    \
+        MPI_CHECK(call(__VA_ARGS__, &request_)); \
+        wait_for(request_, #call);               \
     } while (0)
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -169,9 +195,10 @@ struct DeviceBuffer {
     }
 };
 
-// `count` floats rounded up so that they divide into `shards` parts that each begin at a multiple of 64 bytes.
-inline size_t padded_floats(int64_t count, int shards = 1) {
-    const size_t unit = 16 * size_t(shards);
+// `count` elements rounded up so that they divide into `shards` parts that each begin at a multiple of 64 bytes, in
+// fp32 and in `real`.
+inline size_t padded_size(int64_t count, int shards = 1) {
+    const size_t unit = 64 / sizeof(real) * size_t(shards);
     return (size_t(count) + unit - 1) / unit * unit;
 }
 
@@ -263,22 +290,31 @@ __device__ inline void for_flat(int64_t n, F f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMM
 
-// C = alpha op(A) op(B) + beta C for `batch` row-major matrices: op(A) is [m, k], op(B) is [k, n], C is [m, n], all
-// fp32 on the device; op transposes where `ta` / `tb`; ld* is the distance between stored rows and stride* the distance
-// between the batch's matrices, in elements. cuBLAS is column-major, so it is asked for C^T = op(B)^T op(A)^T.
+template <class T>
+constexpr cudaDataType blas_type() {
+    if constexpr (std::is_same_v<T, float>) return CUDA_R_32F;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return CUDA_R_16BF;
+    if constexpr (std::is_same_v<T, __half>) return CUDA_R_16F;
+}
+
+// C = alpha op(A) op(B) + beta C for `batch` row-major matrices on the device: op(A) is [m, k], op(B) is [k, n], C is
+// [m, n], in `real` (activations) or fp32 (parameters' gradients), accumulated in fp32; op transposes where
+// `transposed`; ld is the distance between stored rows and stride the distance between the batch's matrices, in
+// elements. cuBLAS is column-major, so it is asked for C^T = op(B)^T op(A)^T.
 struct Matrix {
-    const float* data;
+    const real* data;
     int64_t ld;
     int64_t stride = 0;
     bool transposed = false;
 };
-inline void gemm(Device& device, int64_t m, int64_t n, int64_t k, Matrix a, Matrix b, float* c, int64_t ldc,
-                 float alpha = 1.0f, float beta = 0.0f, int64_t stride_c = 0, int64_t batch = 1) {
+template <class Out>
+void gemm(Device& device, int64_t m, int64_t n, int64_t k, Matrix a, Matrix b, Out* c, int64_t ldc, float alpha = 1.0f,
+          float beta = 0.0f, int64_t stride_c = 0, int64_t batch = 1) {
     if (m == 0 || n == 0 || batch == 0) return;
     ProfileScope scope(device, device.profiling ? (batch > 1 ? "gemm (batched)" : "gemm") : "");
     device.gemm_flops += 2.0 * double(m) * double(n) * double(k) * double(batch);
     CUBLAS_CHECK(cublasGemmStridedBatchedEx(
         device.blas, b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, int(n), int(m),
-        int(k), &alpha, b.data, CUDA_R_32F, int(b.ld), b.stride, a.data, CUDA_R_32F, int(a.ld), a.stride, &beta, c,
-        CUDA_R_32F, int(ldc), stride_c, int(batch), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+        int(k), &alpha, b.data, blas_type<real>(), int(b.ld), b.stride, a.data, blas_type<real>(), int(a.ld), a.stride,
+        &beta, c, blas_type<Out>(), int(ldc), stride_c, int(batch), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
 }

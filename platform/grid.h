@@ -73,7 +73,7 @@ inline void make_group(const Grid& grid, const std::string& name, const std::vec
     const bool root = group.size > 1 && group.rank == 0;
     if (root) NCCL_CHECK(ncclGetUniqueId(&id));
     std::vector<ncclUniqueId> ids(grid.world_size);
-    MPI_CHECK(MPI_Allgather(&id, sizeof id, MPI_BYTE, ids.data(), sizeof id, MPI_BYTE, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Iallgather, &id, sizeof id, MPI_BYTE, ids.data(), sizeof id, MPI_BYTE, MPI_COMM_WORLD);
     if (group.size > 1) NCCL_CHECK(ncclCommInitRank(&group.comm, group.size, ids[members[0]], group.rank));
 }
 
@@ -117,12 +117,12 @@ void together(F step) {
         message = error.what();
         failed = rank;
     }
-    MPI_CHECK(MPI_Allreduce(&failed, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Iallreduce, &failed, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
     if (first == ranks) return;
     int size = int(message.size());
-    MPI_CHECK(MPI_Bcast(&size, 1, MPI_INT, first, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Ibcast, &size, 1, MPI_INT, first, MPI_COMM_WORLD);
     message.resize(size);
-    MPI_CHECK(MPI_Bcast(message.data(), size, MPI_CHAR, first, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Ibcast, message.data(), size, MPI_CHAR, first, MPI_COMM_WORLD);
     throw std::runtime_error(message);
 }
 
@@ -133,11 +133,11 @@ inline std::vector<std::string> gather_texts(const std::string& text) {
     MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
     int size = int(text.size());
     std::vector<int> sizes(ranks), offsets(ranks, 0);
-    MPI_CHECK(MPI_Gather(&size, 1, MPI_INT, sizes.data(), 1, MPI_INT, 0, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Igather, &size, 1, MPI_INT, sizes.data(), 1, MPI_INT, 0, MPI_COMM_WORLD);
     for (int i = 1; i < ranks; ++i) offsets[i] = offsets[i - 1] + sizes[i - 1];
     std::string all(rank == 0 ? size_t(offsets.back() + sizes.back()) : 0, '\0');
-    MPI_CHECK(MPI_Gatherv(text.data(), size, MPI_CHAR, all.data(), sizes.data(), offsets.data(), MPI_CHAR, 0,
-                          MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Igatherv, text.data(), size, MPI_CHAR, all.data(), sizes.data(), offsets.data(), MPI_CHAR, 0,
+               MPI_COMM_WORLD);
     std::vector<std::string> texts;
     for (int i = 0; i < ranks && rank == 0; ++i) texts.push_back(all.substr(offsets[i], sizes[i]));
     return texts;
@@ -146,6 +146,8 @@ inline std::vector<std::string> gather_texts(const std::string& text) {
 template <class T>
 constexpr ncclDataType_t nccl_type() {
     if constexpr (std::is_same_v<T, float>) return ncclFloat32;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return ncclBfloat16;
+    if constexpr (std::is_same_v<T, __half>) return ncclFloat16;
     if constexpr (std::is_same_v<T, double>) return ncclFloat64;
     if constexpr (std::is_same_v<T, int32_t>) return ncclInt32;
     if constexpr (std::is_same_v<T, int64_t>) return ncclInt64;

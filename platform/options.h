@@ -46,7 +46,10 @@ struct Options {
     int64_t lr_warmup_iters = 0;
     int64_t lr_decay_iters = 0;  // 0: train_iters
     double weight_decay = 0.01;
-    double clip_grad = 1.0;  // largest global gradient norm; 0: no clipping
+    double clip_grad = 1.0;                    // largest global gradient norm; 0: no clipping
+    double loss_scale = 0;                     // fp16: constant factor of the loss; 0: found as the run goes
+    double initial_loss_scale = 4294967296.0;  // 2^32
+    int64_t loss_scale_window = 1000;          // good iterations after which it doubles
     double adam_beta1 = 0.9, adam_beta2 = 0.999, adam_eps = 1e-8;
     uint64_t seed = 1234;
 
@@ -132,6 +135,12 @@ inline void add_options(CLI::App& app, Options& o) {
     app.add_option("--lr-decay-iters", o.lr_decay_iters, "iteration at which the decay ends; 0: --train-iters")
         ->group("Training");
     app.add_option("--weight-decay", o.weight_decay, "of matrices (AdamW)")->group("Training");
+    app.add_option("--loss-scale", o.loss_scale, "PRECISION=fp16: constant loss scale; 0: dynamic")->group("Training");
+    app.add_option("--initial-loss-scale", o.initial_loss_scale, "PRECISION=fp16: first dynamic loss scale")
+        ->group("Training");
+    app.add_option("--loss-scale-window", o.loss_scale_window,
+                   "PRECISION=fp16: iterations without overflow after which the loss scale doubles")
+        ->group("Training");
     app.add_option("--clip-grad", o.clip_grad, "largest global gradient norm; 0: no clipping")->group("Training");
     app.add_option("--adam-beta1", o.adam_beta1, "decay of the gradient's mean")->group("Training");
     app.add_option("--adam-beta2", o.adam_beta2, "decay of the gradient's square")->group("Training");
@@ -290,6 +299,28 @@ inline void choose_schedule(std::string& schedule, int64_t v) {
             "--schedule interleaved needs --virtual-pipeline-size 2 or more, but it is 1: that is --schedule 1f1b");
 }
 
+inline void check_loss_scale(const Options& o) {
+    using namespace options_detail;
+    auto power_of_two = [](const char* flag, double value) {
+        int exponent = 0;
+        if (std::frexp(value, &exponent) != 0.5 || value < 1 || value > 0x1p60)
+            throw UserError(std::string(flag) + " is " + text(value) +
+                            ": it must be a power of two from 1 to 2^60, such as 65536");
+    };
+    if (o.loss_scale != 0) power_of_two("--loss-scale", o.loss_scale);
+    power_of_two("--initial-loss-scale", o.initial_loss_scale);
+    in_range("--loss-scale-window", o.loss_scale_window, 1, int64_t(1) << 31);
+    for (const char* flag : {"loss-scale", "initial-loss-scale", "loss-scale-window"}) {
+        if (!o.given.count(flag)) continue;
+        if (!kScalesLoss)
+            throw UserError("--" + std::string(flag) + " is for fp16, and this build computes in " + kPrecision +
+                            ": leave it out, or build with make PRECISION=fp16");
+        if (o.loss_scale != 0 && std::string(flag) != "loss-scale")
+            throw UserError("--" + std::string(flag) + " is for a dynamic loss scale, but --loss-scale " +
+                            text(o.loss_scale) + " is constant: give one of the two");
+    }
+}
+
 // Every value by itself, and pairs of flags that exclude each other.
 inline void validate_values(const Options& o) {
     using namespace options_detail;
@@ -312,6 +343,7 @@ inline void validate_values(const Options& o) {
     in_range("--min-lr", o.min_lr, 0.0, o.lr);
     in_range("--weight-decay", o.weight_decay, 0.0, 1e6);
     in_range("--clip-grad", o.clip_grad, 0.0, 1e30);
+    check_loss_scale(o);
     in_range("--adam-beta1", o.adam_beta1, 0.0, 1.0, true);
     in_range("--adam-beta2", o.adam_beta2, 0.0, 1.0, true);
     in_range("--adam-eps", o.adam_eps, 0.0, 1.0);
@@ -478,6 +510,10 @@ inline nlohmann::ordered_json options_as_json(const Options& o) {
     put("lr-warmup-iters", o.lr_warmup_iters);
     put("lr-decay-iters", o.lr_decay_iters);
     put("weight-decay", o.weight_decay);
+    put("precision", kPrecision);
+    put("loss-scale", o.loss_scale);
+    put("initial-loss-scale", o.initial_loss_scale);
+    put("loss-scale-window", o.loss_scale_window);
     put("clip-grad", o.clip_grad);
     put("adam-beta1", o.adam_beta1);
     put("adam-beta2", o.adam_beta2);

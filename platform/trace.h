@@ -27,23 +27,23 @@ inline double clock_offset() {
     int length = 0;
     MPI_CHECK(MPI_Get_processor_name(host, &length));
     std::memcpy(first_host, host, sizeof host);
-    MPI_CHECK(MPI_Bcast(first_host, sizeof first_host, MPI_CHAR, 0, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Ibcast, first_host, sizeof first_host, MPI_CHAR, 0, MPI_COMM_WORLD);
     const int elsewhere = std::strcmp(host, first_host) != 0;
     std::vector<int> all(ranks);
-    MPI_CHECK(MPI_Allgather(&elsewhere, 1, MPI_INT, all.data(), 1, MPI_INT, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Iallgather, &elsewhere, 1, MPI_INT, all.data(), 1, MPI_INT, MPI_COMM_WORLD);
     double offset = 0, quickest = 1e300;
     for (int other = 1; other < ranks; ++other) {
         if (!all[other]) continue;
         for (int round = 0; round < 10; ++round) {
             double theirs = 0;
             if (rank == 0) {
-                MPI_CHECK(MPI_Recv(&theirs, 1, MPI_DOUBLE, other, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+                MPI_FINISH(MPI_Irecv, &theirs, 1, MPI_DOUBLE, other, 0, MPI_COMM_WORLD);
                 theirs = now();
-                MPI_CHECK(MPI_Send(&theirs, 1, MPI_DOUBLE, other, 0, MPI_COMM_WORLD));
+                MPI_FINISH(MPI_Isend, &theirs, 1, MPI_DOUBLE, other, 0, MPI_COMM_WORLD);
             } else if (rank == other) {
                 const double sent = now();
-                MPI_CHECK(MPI_Send(&sent, 1, MPI_DOUBLE, 0, 0, MPI_COMM_WORLD));
-                MPI_CHECK(MPI_Recv(&theirs, 1, MPI_DOUBLE, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE));
+                MPI_FINISH(MPI_Isend, &sent, 1, MPI_DOUBLE, 0, 0, MPI_COMM_WORLD);
+                MPI_FINISH(MPI_Irecv, &theirs, 1, MPI_DOUBLE, 0, 0, MPI_COMM_WORLD);
                 const double received = now();
                 if (received - sent < quickest) {
                     quickest = received - sent;
@@ -60,7 +60,7 @@ inline void write_trace(const std::string& path, const Grid& grid, const std::ve
     const double offset = clock_offset();
     double first = 1e300, start = 0;
     for (const TraceEvent& event : events) first = std::min(first, event.start + offset);
-    MPI_CHECK(MPI_Allreduce(&first, &start, 1, MPI_DOUBLE, MPI_MIN, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Iallreduce, &first, &start, 1, MPI_DOUBLE, MPI_MIN, MPI_COMM_WORLD);
     const std::string name = "rank " + std::to_string(grid.world_rank) + " (t " + std::to_string(grid.t_rank) + ", d " +
                              std::to_string(grid.d_rank) + ", p " + std::to_string(grid.p_rank) + ")";
     nlohmann::ordered_json list = nlohmann::ordered_json::array();

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "platform/precision.h"
+
 constexpr double kLossBound = 2e-6;   // relative
 constexpr double kNormBound = 1e-5;   // relative, of the gradient norm before clipping
 constexpr double kLogitBound = 1e-5;  // largest difference over largest |logit|
@@ -24,6 +26,16 @@ inline std::string kind_of(const std::string& name) {
         if (c < '0' || c > '9') kind += c;
     return kind;
 }
+
+// Mixed precision, one iteration, against one process in the same format, whose unit roundoff is u: 2^-8 for bf16,
+// 2^-11 for fp16. Two layouts round differently wherever a sum is cut in t parts, and everywhere behind that.
+//   A tensor's gradient, norm over norm: what is rounded in full size is the residual stream, twice a layer, forward
+//   and
+// backward; a branch's roundings count by the branch's share of it, which is small. Each is spread evenly over (-u, u),
+// of variance u^2/3, independent in the two runs, and they add like a random walk: sqrt(2 * 4 l / 3) u.
+//   Loss and norm, relative: sums over so many values, rounded independently, that less than one rounding is left: u.
+constexpr double kRoundoff = kScalesLoss ? 0x1p-11 : 0x1p-8;
+inline double mixed_bound(int64_t layers) { return std::sqrt(2 * 4.0 * double(layers) / 3) * kRoundoff; }
 
 using Tensors = std::map<std::string, std::vector<float>>;
 
@@ -75,6 +87,23 @@ inline double worst_difference(const Tensors& actual, const Tensors& expected, c
                             values[i], difference / bound, bound);
             worst = std::max(worst, difference / bound);
         }
+    }
+    return worst;
+}
+
+// The largest |x - y| / |all of that kind| over all tensors, norms of whole tensors.
+inline double worst_distance(const Tensors& actual, const Tensors& expected) {
+    const std::map<std::string, double> norms = norms_of_kinds(expected);
+    double worst = actual.size() == expected.size() ? 0 : 1e30;
+    for (const auto& [name, values] : expected) {
+        const auto found = actual.find(name);
+        if (found == actual.end() || found->second.size() != values.size()) return 1e30;
+        double squares = 0;
+        for (size_t i = 0; i < values.size(); ++i) {
+            const double difference = double(found->second[i]) - double(values[i]);
+            squares += difference * difference;
+        }
+        worst = std::max(worst, std::sqrt(squares) / norms.at(kind_of(name)));
     }
     return worst;
 }

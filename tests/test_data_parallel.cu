@@ -23,8 +23,9 @@ TEST_CASE("AdamW: ten steps against a double loop, and independent of other elem
             auto gradient = device.random(n, 100 + step);
             const std::vector<double> G = device.doubles(gradient);
             const double rate = lr / (1 - std::pow(beta1, step)), correction = 1 / (1 - std::pow(beta2, step));
-            device.run<adam_kernel>(flat_grid(n), weight, gradient, m, v, n, float(scale), float(beta1), float(beta2),
-                                    float(epsilon), float(rate), float(correction), float(1 - lr * decay));
+            device.run<adam_kernel>(flat_grid(n), weight, weight, gradient, m, v, n, float(scale), float(beta1),
+                                    float(beta2), float(epsilon), float(rate), float(correction),
+                                    float(1 - lr * decay));
             for (int64_t i = 0; i < n; ++i) {
                 const double g = G[i] * scale;
                 M[i] = beta1 * M[i] + (1 - beta1) * g;

@@ -21,14 +21,6 @@ int contribution(ncclRedOp_t op, int rank, size_t i) {
     return op == ncclProd ? 1 + (value == 0) : value + 1;  // a product of eight stays below 128
 }
 
-template <class T>
-T from_int(int value) {
-    if constexpr (std::is_same_v<T, standin::Bfloat16> || std::is_same_v<T, standin::Float16>)
-        return T::from(float(value));
-    else
-        return T(value);
-}
-
 int reduced(ncclRedOp_t op, int ranks, size_t i) {
     int result = contribution(op, 0, i);
     for (int rank = 1; rank < ranks; ++rank) {
@@ -50,7 +42,7 @@ void check_collectives(const Grid& grid, ncclDataType_t type, ncclRedOp_t op, si
     CAPTURE(int(op));
     CAPTURE(count);
     std::vector<T> mine(count * ranks), out(count * ranks);
-    for (size_t i = 0; i < mine.size(); ++i) mine[i] = from_int<T>(contribution(op, rank, i));
+    for (size_t i = 0; i < mine.size(); ++i) mine[i] = T(contribution(op, rank, i));
     auto wrong = [&](const std::vector<T>& values, size_t n, auto expected) {
         size_t bad = 0;
         for (size_t i = 0; i < n; ++i) bad += double(values[i]) != double(expected(i));
@@ -66,7 +58,7 @@ void check_collectives(const Grid& grid, ncclDataType_t type, ncclRedOp_t op, si
     REQUIRE(ncclAllGather(mine.data(), out.data(), count, type, comm, stream) == ncclSuccess);
     CHECK(wrong(out, count * ranks, [&](size_t i) { return contribution(op, int(i / count), i % count); }) == 0);
     for (int root = 0; root < ranks; ++root) {
-        out.assign(out.size(), from_int<T>(9));
+        out.assign(out.size(), T(9));
         REQUIRE(ncclBroadcast(mine.data(), out.data(), count, type, root, comm, stream) == ncclSuccess);
         CHECK(wrong(out, count, [&](size_t i) { return contribution(op, root, i); }) == 0);
     }
@@ -85,8 +77,8 @@ TEST_CASE("worker: collectives" * doctest::skip()) {
             check_collectives<uint8_t>(*grid, ncclUint8, op, count, device.stream);
             check_collectives<int32_t>(*grid, ncclInt32, op, count, device.stream);
             check_collectives<int64_t>(*grid, ncclInt64, op, count, device.stream);
-            check_collectives<standin::Float16>(*grid, ncclFloat16, op, count, device.stream);
-            check_collectives<standin::Bfloat16>(*grid, ncclBfloat16, op, count, device.stream);
+            check_collectives<__half>(*grid, ncclFloat16, op, count, device.stream);
+            check_collectives<__nv_bfloat16>(*grid, ncclBfloat16, op, count, device.stream);
             check_collectives<float>(*grid, ncclFloat32, op, count, device.stream);
             check_collectives<double>(*grid, ncclFloat64, op, count, device.stream);
         }
@@ -100,7 +92,7 @@ TEST_CASE("worker: collectives" * doctest::skip()) {
             ncclSuccess);
     CHECK(std::memcmp(piece.data(), whole.data() + 1001, 7 * sizeof(float)) == 0);
     std::vector<float> first = whole;
-    MPI_CHECK(MPI_Bcast(first.data(), int(first.size()), MPI_FLOAT, 0, MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Ibcast, first.data(), int(first.size()), MPI_FLOAT, 0, MPI_COMM_WORLD);
     CHECK(first == whole);
 }
 
@@ -202,7 +194,7 @@ TEST_CASE("worker: a send without a receiver" * doctest::skip()) {
     float value = 1;
     if (grid->world_rank == 1) NCCL_CHECK(ncclRecv(&value, 1, ncclFloat32, 0, grid->pipeline.comm, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));
-    MPI_CHECK(MPI_Barrier(MPI_COMM_WORLD));
+    MPI_FINISH(MPI_Ibarrier, MPI_COMM_WORLD);
 }
 
 TEST_CASE("a rank that waits for nobody's message says so after --comm-timeout") {

@@ -154,7 +154,8 @@ void wait(Condition condition, Description waits_for) {
         }
         sched_yield();
         const double waited = wall_seconds() - last_progress;
-        if (state().comm_timeout > 0 && waited > state().comm_timeout) state().timed_out(waited, waits_for());
+        if (state().timed_out && state().comm_timeout > 0 && waited > state().comm_timeout)
+            state().timed_out(waited, waits_for());
     }
     state().waiting_cpu += thread_cpu_seconds() - cpu;
 }

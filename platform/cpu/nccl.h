@@ -24,6 +24,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
 #include "cuda_runtime.h"
 
 enum ncclResult_t {
@@ -235,29 +237,8 @@ inline void wait_messages(Messages& messages, const char* call) {
          [&] { return std::string(call) + " for rank(s) " + messages.unfinished_peers(); });
 }
 
-// 16-bit floats are added in fp32 and rounded once.
-struct Bfloat16 {
-    uint16_t bits;
-    operator float() const {
-        const uint32_t wide = uint32_t(bits) << 16;
-        float value;
-        memcpy(&value, &wide, 4);
-        return value;
-    }
-    static Bfloat16 from(float value) {
-        uint32_t wide;
-        memcpy(&wide, &value, 4);
-        if ((wide & 0x7fffffffu) > 0x7f800000u) return {uint16_t(wide >> 16 | 0x40)};  // NaN stays one
-        return {uint16_t((wide + 0x7fffu + (wide >> 16 & 1)) >> 16)};                  // to nearest, ties to even
-    }
-};
-struct Float16 {
-    _Float16 value;
-    operator float() const { return float(value); }
-    static Float16 from(float value) { return {_Float16(value)}; }
-};
-
-// out [count] = parts[0] op parts[1] op ..., in that order at every position; out may be one of the parts.
+// out [count] = parts[0] op parts[1] op ..., in that order at every position; out may be one of the parts. 16-bit
+// floats are added in fp32 (`Sum`) and rounded once.
 template <class T, class Sum>
 void reduce_parts(const std::vector<const void*>& parts, void* out, size_t count, ncclRedOp_t op) {
     constexpr size_t kRun = 1024;
@@ -278,12 +259,7 @@ void reduce_parts(const std::vector<const void*>& parts, void* out, size_t count
                 for (size_t i = 0; i < n; ++i) sum[i] = std::min(sum[i], Sum(x[i]));
         }
         T* y = static_cast<T*>(out) + begin;
-        for (size_t i = 0; i < n; ++i) {
-            if constexpr (std::is_same_v<T, Bfloat16> || std::is_same_v<T, Float16>)
-                y[i] = T::from(sum[i]);
-            else
-                y[i] = T(sum[i]);
-        }
+        for (size_t i = 0; i < n; ++i) y[i] = T(sum[i]);
     }
 }
 inline void reduce_parts(const std::vector<const void*>& parts, void* out, size_t count, ncclDataType_t type,
@@ -298,9 +274,9 @@ inline void reduce_parts(const std::vector<const void*>& parts, void* out, size_
         case ncclInt64:
             return reduce_parts<int64_t, int64_t>(parts, out, count, op);
         case ncclFloat16:
-            return reduce_parts<Float16, float>(parts, out, count, op);
+            return reduce_parts<__half, float>(parts, out, count, op);
         case ncclBfloat16:
-            return reduce_parts<Bfloat16, float>(parts, out, count, op);
+            return reduce_parts<__nv_bfloat16, float>(parts, out, count, op);
         case ncclFloat32:
             return reduce_parts<float, float>(parts, out, count, op);
         case ncclFloat64:
