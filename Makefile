@@ -47,7 +47,8 @@ OPTIMIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=$(SANITIZE) -fno-sanitize-r
 export ASAN_OPTIONS = detect_leaks=0
 endif
 
-ONLY   ?= $(patsubst tests/test_%.cu,%,$(wildcard tests/test_*.cu))
+# The other tests' expectations are fp32's
+ONLY   ?= $(if $(DEFINES),layouts,$(patsubst tests/test_%.cu,%,$(wildcard tests/test_*.cu)))
 TESTS   = $(ONLY:%=$(BUILD)/test_%)
 HEADERS = $(wildcard *.cu platform/*.h platform/cpu/*.h tests/*.h)
 COMPILE = $(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
@@ -101,12 +102,18 @@ test: deps
 	@BUILD=$(BUILD) TESTS_SECONDS=$(TESTS_SECONDS) tests/run $(TESTS)
 test-full: export PTDP_FULL = 1
 test-full: test
-build-tests: $(if $(filter train,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
+build-tests: $(if $(filter train checkpoint precision,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
 
-# BENCH="one parallel layouts checkpoints": only these tables. PYTHON: one that can import PyTorch
+# The programs that test_precision runs
+mixed-%:
+	@$(MAKE) --no-print-directory PRECISION=$* $(addprefix $(BUILD)-$*/,train test_layouts test_gpt fibers/test_gpt)
+
+# BENCH="one parallel layouts checkpoints precision": only these tables. PYTHON: one that can import PyTorch
 bench: deps
-	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench
-	@$(BUILD)/bench $(BENCH)
+	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench $(if $(DEFINES),,bench-bf16)
+	@BF16_BENCH=$(if $(DEFINES),,$(BUILD)-bf16/bench) $(BUILD)/bench $(BENCH)
+bench-bf16:
+	@$(MAKE) --no-print-directory PRECISION=bf16 $(BUILD)-bf16/bench
 
 # One binary for every architecture of ours that this nvcc knows. A comma would end an argument of $(if).
 comma    := ,
@@ -127,5 +134,5 @@ build/cuda/test_%: tests/test_%.cu $(HEADERS) Makefile
 clean:
 	rm -rf build train plan
 
-.PHONY: always all help deps run test test-full build-tests bench cuda clean
+.PHONY: always all help deps run test test-full build-tests bench bench-bf16 cuda clean
 .DELETE_ON_ERROR:

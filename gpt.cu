@@ -30,7 +30,8 @@
 #include "tensor_parallel.cu"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels. T rows; one block per row or per chunk of kChunkRows rows, threads along the columns.
+// Kernels. T rows; one block per row or per chunk of kChunkRows rows, threads along the columns. Bytes per element are
+// fp32's; `real` in 16 bits halves them.
 
 constexpr int kChunkRows = 32;
 inline int64_t row_chunks(int64_t rows) { return (rows + kChunkRows - 1) / kChunkRows; }

@@ -984,10 +984,11 @@ inline int train(const Options& o, Grid& grid, const Dataset& data, LogFile& log
         all_seconds += result.seconds;
         ++interval_iterations;
         if (prints) {
+            auto number = [](double x) { return is_finite(x) ? nlohmann::ordered_json(x) : nlohmann::ordered_json(); };
             nlohmann::ordered_json line = {{"type", "train"},
                                            {"iteration", i},
-                                           {"loss", result.loss},
-                                           {"grad_norm", result.gradient_norm},
+                                           {"loss", number(result.loss)},
+                                           {"grad_norm", number(result.gradient_norm)},
                                            {"lr", result.lr},
                                            {"tokens", int64_t(tokens)},
                                            {"tokens_total", trainer.samples * o.seq_length},

@@ -1,7 +1,8 @@
 // make bench: how fast this machine trains, as shares of its own GEMM peak and as ratios taken in one run.
 //
 // Without arguments it runs itself, once per configuration, and prints tables: one process on one core and on all;
-// tensor, pipeline and all 8-rank layouts against one process with every core; what recomputation costs. With
+// tensor, pipeline and all 8-rank layouts against one process with every core; what recomputation costs; bf16 against
+// fp32 (BF16_BENCH names this program's bf16 build). With
 // arguments, which are those of ./train, it is such a run: it trains --train-iters iterations on random tokens after
 // one that is not timed, and rank 0 prints a line of JSON.
 //
@@ -122,9 +123,10 @@ struct Bench {
     }
 
     // Runs a configuration on `ranks` ranks with `threads` threads each (0: the cores divided among the ranks).
-    json run(int ranks, int threads, Words flags, double dropout, int iterations) {
+    json run(int ranks, int threads, Words flags, double dropout, int iterations,
+             const std::string& program = self_program()) {
         const bool words = std::find(flags.begin(), flags.end(), "--vocab-size") != flags.end();
-        Words argv = {self_program(), "--data-path", dir.file(words ? "tokens.bin" : "text")};
+        Words argv = {program, "--data-path", dir.file(words ? "tokens.bin" : "text")};
         argv.insert(argv.end(), flags.begin(), flags.end());
         const std::string p = options_detail::text(dropout);
         for (const std::string& word : Words{"--hidden-dropout", p, "--attention-dropout", p, "--train-iters",
@@ -268,6 +270,25 @@ void eight_ranks(Bench& bench) {
             }
 }
 
+// bf16 against fp32, taken in turns; `program` is this program's bf16 build.
+void precision(Bench& bench, const std::string& program) {
+    std::printf("\nbf16 against fp32, dropout 0 (GEMM peaks in GFLOP/s)\n");
+    for (const auto& [name, flags] : std::vector<std::pair<const char*, Words>>{{"A", A}, {"B", B}})
+        for (int cores : bench.cores > 1 ? std::vector<int>{1, bench.cores} : std::vector<int>{1}) {
+            std::vector<double> ratios;
+            double peak = 0, narrow_peak = 0;
+            for (int round = 0; round < 3; ++round) {
+                const json wide = bench.run(1, cores, flags, 0, 2), narrow = bench.run(1, cores, flags, 0, 2, program);
+                ratios.push_back(wide["seconds"].get<double>() / narrow["seconds"].get<double>());
+                peak = std::max(peak, wide["peak"].get<double>());
+                narrow_peak = std::max(narrow_peak, narrow["peak"].get<double>());
+            }
+            std::printf("  %s, %d core(s): %.2f times as fast (peaks %.0f and %.0f)\n", name, cores, median(ratios),
+                        narrow_peak / 1e9, peak / 1e9);
+            std::fflush(stdout);
+        }
+}
+
 // Saving against dd, which writes as many bytes to the same directory and flushes them; loading, with the checksums.
 void checkpoints(Bench& bench) {
     const Words model = {"--num-layers", "6",  "--hidden-size",      "768", "--num-attention-heads", "12",
@@ -324,5 +345,7 @@ int main(int argc, char** argv) {
     if (wanted("parallel")) parallel(bench);
     if (wanted("layouts")) eight_ranks(bench);
     if (wanted("checkpoints")) checkpoints(bench);
+    const char* bf16 = std::getenv("BF16_BENCH");
+    if (wanted("precision") && bf16 && *bf16) precision(bench, bf16);
     return 0;
 }

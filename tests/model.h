@@ -41,11 +41,14 @@ struct TestDevice {
     DeviceBuffer<float> zeros(int64_t n) { return DeviceBuffer<float>(n); }
     DeviceBuffer<float> copy(const DeviceBuffer<float>& other) { return upload(floats(other)); }
 
+    // What `real` makes of a value: tests compute from these, so that a kernel's own roundings are all that differs.
+    static float representable(float x) { return float(real(x)); }
+
     // Uniform in [-range, range].
     DeviceBuffer<float> random(int64_t n, uint32_t seed, float range = 1.0f) {
         std::mt19937 generator(seed);
         std::vector<float> values(n);
-        for (float& x : values) x = range * (float(generator()) / 2147483648.0f - 1.0f);
+        for (float& x : values) x = representable(range * (float(generator()) / 2147483648.0f - 1.0f));
         return upload(values);
     }
     // Integers in [-3, 3]: their sums and products are exact in fp32.
@@ -67,16 +70,55 @@ struct TestDevice {
         return std::vector<double>(values.begin(), values.end());
     }
 
-    template <class T>
-    static T* argument(const DeviceBuffer<T>& buffer) {
-        return buffer.data;
-    }
-    template <class T, class = std::enable_if_t<!std::is_class_v<T> || std::is_same_v<T, Dropout>>>
-    static T argument(const T& value) {
-        return value;
-    }
+    // Runs a kernel on buffers, by reference, and values. Tests hold every number in fp32; what the kernel takes as
+    // `real` is converted for it and, if it may write there, converted back.
     template <auto kernel, class... Args>
-    void run(int64_t grid, const Args&... args) {
-        launch<kernel>(device, grid, kBlock, argument(args)...);
+    void run(int64_t grid, Args&&... args) {
+        run_kernel<kernel>(grid, kernel, args...);
+    }
+
+private:
+    template <class Parameter, class T>
+    struct Argument {  // a value
+        const T& value;
+        Argument(Device&, const T& value) : value(value) {}
+        operator T() const { return value; }
+    };
+    template <class Parameter, class T>
+    struct Argument<Parameter, DeviceBuffer<T>> {
+        static constexpr bool converts =
+            std::is_same_v<T, float> && !std::is_same_v<std::remove_const_t<std::remove_pointer_t<Parameter>>, T>;
+        Device& device;
+        const DeviceBuffer<T>& buffer;
+        DeviceBuffer<real> converted;
+        Argument(Device& device, const DeviceBuffer<T>& buffer) : device(device), buffer(buffer) {
+            if constexpr (converts) {
+                const std::vector<T> values = to_vector(device, buffer.data, buffer.size);
+                const std::vector<real> narrow(values.begin(), values.end());
+                converted = DeviceBuffer<real>(narrow.size());
+                to_device(device, converted.data, narrow.data(), narrow.size());
+            }
+        }
+        ~Argument() {
+            if constexpr (converts && !std::is_const_v<std::remove_pointer_t<Parameter>>) {
+                const std::vector<real> narrow = to_vector(device, converted.data, converted.size);
+                const std::vector<T> values(narrow.begin(), narrow.end());
+                to_device(device, buffer.data, values.data(), values.size());
+            }
+        }
+        operator Parameter() const {
+            if constexpr (converts)
+                return converted.data;
+            else
+                return buffer.data;
+        }
+    };
+    template <auto kernel, class... Parameters, class... Args>
+    void run_kernel(int64_t grid, void (*)(Parameters...), const Args&... args) {
+        launch_with<kernel, Parameters...>(grid, Argument<Parameters, Args>(device, args)...);
+    }
+    template <auto kernel, class... Parameters, class... Arguments>
+    void launch_with(int64_t grid, const Arguments&... arguments) {
+        launch<kernel>(device, grid, kBlock, static_cast<Parameters>(arguments)...);
     }
 };

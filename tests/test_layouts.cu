@@ -466,7 +466,7 @@ TEST_CASE("20 iterations: every t, and every schedule of p = 2, 3, 4, compute th
 TEST_CASE("no hang and no difference with random delays and with messages that block" * doctest::skip(kMixed)) {
     TempDir dir;
     make_text(dir.file("text"));
-    run_worlds(dir, {Layout{}, {1, 2, 1, 1, "1f1b", 1, 1, 0, 0}}, 120);
+    run_worlds(dir, {Layout{}, {1, 2, 1, 1, "1f1b", 1, 1, 0, 0}}, 120, 1, {"PTDP_ITERATIONS=2"});
     const std::vector<Layout> layouts = {{2, 1, 1, 1, "1f1b", 1, 1, 0, 0},
                                          {2, 2, 1, 3, "interleaved", 1, 1, 0, 0},
                                          {4, 1, 1, 2, "interleaved", 1, 1, 0, 0},
@@ -482,8 +482,65 @@ TEST_CASE("no hang and no difference with random delays and with messages that b
             CAPTURE(rendezvous);
             std::vector<Layout> one = {layouts[seed % layouts.size()]};
             run_worlds(dir, one, 120, 1,
-                       {"PTDP_DELAY_SEED=" + std::to_string(seed), std::string("PTDP_RENDEZVOUS=") + rendezvous});
+                       {"PTDP_DELAY_SEED=" + std::to_string(seed), std::string("PTDP_RENDEZVOUS=") + rendezvous,
+                        "PTDP_ITERATIONS=2"});
         }
+    }
+}
+
+// An infinity in one rank's gradients: all ranks skip that step alike, and the next ones are as if it had not been.
+TEST_CASE("worker: infinity" * doctest::skip()) {
+    choose_threads();
+    std::istringstream words(std::getenv("PTDP_LAYOUT"));
+    Layout layout;
+    words >> layout;
+    Options o = options_of(layout, std::string(std::getenv("PTDP_DIR")) + "/text",
+                           {"--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length",
+                            "8", "--vocab-size", "101", "--global-batch-size", "8", "--initial-loss-scale", "1024"});
+    const auto grid = make_grid(layout.t, layout.d, layout.p);
+    const Dataset data = open_dataset(o);
+    Device device;
+    LogFile log;
+    Trainer trainer(o, *grid, data, device, log);
+    auto weights = [&] {
+        trainer.optimizer.gather_weights();
+        return to_vector(device, trainer.gpt.weights.data, trainer.gpt.weights.size);
+    };
+    CHECK(!trainer.train_iteration().skipped);
+    for (int victim : {0, grid->world_size - 1}) {
+        const std::vector<float> before = weights();
+        const double scale = trainer.loss_scale.scale;
+        const int64_t steps = trainer.optimizer.step_count;
+        const float infinity = std::numeric_limits<float>::infinity();
+        // Gradients accumulate: what lies there before the iteration is summed with the rest
+        if (grid->world_rank == victim)
+            to_device(device, trainer.gpt.gradients.data + trainer.gpt.parameters[4].offset, &infinity, 1);
+        const Trainer::Result result = trainer.train_iteration();
+        CHECK(result.skipped);
+        CHECK(is_finite(result.loss));
+        CHECK(!is_finite(result.gradient_norm));
+        CHECK(trainer.loss_scale.scale == scale / 2);
+        CHECK(trainer.optimizer.step_count == steps);
+        CHECK(weights() == before);
+        const Trainer::Result next = trainer.train_iteration();
+        CHECK(!next.skipped);
+        CHECK(is_finite(next.loss));
+        CHECK(is_finite(next.gradient_norm));
+        CHECK(weights() != before);
+    }
+}
+
+TEST_CASE("fp16: an infinity in one rank's gradient makes every rank skip the step" * doctest::skip(!kScalesLoss)) {
+    TempDir dir;
+    make_text(dir.file("text"));
+    for (const Layout& layout : std::vector<Layout>{{1, 1, 1, 1, "1f1b", 2, 1, 0, 0},
+                                                    {2, 2, 1, 1, "1f1b", 2, 1, 0, 0},
+                                                    {1, 2, 2, 1, "1f1b", 2, 1, 0, 1},
+                                                    {2, 2, 2, 2, "interleaved", 1, 1, 0, 0}}) {
+        CAPTURE(layout.text());
+        const RunResult result = mpirun_self(layout.ranks(), "worker: infinity",
+                                             {"PTDP_DIR=" + dir.path.string(), "PTDP_LAYOUT=" + layout.text()}, 60);
+        CHECK_MESSAGE(result.status == 0, result.output);
     }
 }
 

@@ -268,6 +268,111 @@ TEST_CASE("a GEMM's values do not depend on the number of threads") {
             }
 }
 
+// The nearest value with `bits` of significand (an implicit one included) and exponents from `lowest` on; ties to even.
+double nearest(double x, int bits, int lowest) {
+    if (x == 0) return 0;
+    int exponent = 0;
+    std::frexp(x, &exponent);
+    const double unit = std::ldexp(1.0, std::max(exponent - 1, lowest) - (bits - 1));
+    return std::nearbyint(x / unit) * unit;
+}
+
+TEST_CASE("bf16 and fp16: every value survives, and floats round to the nearest, ties to even") {
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+        __nv_bfloat16 b;
+        b.bits = uint16_t(bits);
+        __half h;
+        const uint16_t half_bits = uint16_t(bits);
+        std::memcpy(&h.value, &half_bits, sizeof h.value);
+        const __nv_bfloat16 b_again = float(b);
+        const __half h_again = float(h);
+        const bool b_nan = (bits & 0x7fff) > 0x7f80, h_nan = (bits & 0x7fff) > 0x7c00;
+        if (b_nan)
+            REQUIRE((b_again.bits & 0x7fff) > 0x7f80);
+        else
+            REQUIRE(b_again.bits == b.bits);
+        if (!h_nan) REQUIRE(std::memcmp(&h_again, &h, sizeof h) == 0);
+    }
+    std::mt19937 generator(7);
+    for (int i = 0; i < 200000; ++i) {
+        // Any mantissa, and one bit beyond the halfway point between two values of either type
+        const double mantissa = 1 + (generator() & (i % 3 == 0   ? 0x7f8000u
+                                                    : i % 3 == 1 ? 0x7ff000u
+                                                                 : 0x7fffffu)) /
+                                        8388608.0;
+        const float x = float(std::ldexp(i % 2 ? mantissa : -mantissa, int(generator() % 36) - 20));
+        REQUIRE(double(float(__nv_bfloat16(x))) == nearest(x, 8, -126));
+        if (std::abs(x) < 65504) REQUIRE(double(float(__half(x))) == nearest(x, 11, -14));
+    }
+    CHECK(!options_detail::finite(float(__half(1e6f))));
+    CHECK(!options_detail::finite(float(__nv_bfloat16(3.4e38f))));
+}
+
+// A product of T with C in T or fp32 against a double loop, with any number of threads.
+template <class T>
+void check_gemm16(TestDevice& device, int m, int n, int k, int batch, bool ta, bool tb, bool wide) {
+    const double roundoff = std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
+    auto narrow = [](const std::vector<float>& values) { return std::vector<T>(values.begin(), values.end()); };
+    const std::vector<T> a = narrow(device.floats(device.random(int64_t(m) * k * batch, 1))),
+                         b = narrow(device.floats(device.random(int64_t(k) * n * batch, 2)));
+    const std::vector<float> before = device.floats(device.random(int64_t(m) * n * batch, 3));
+    std::vector<std::vector<float>> results;
+    for (int threads : {1, 2, 5}) {
+        omp_set_num_threads(threads);
+        std::vector<float> c = before;
+        std::vector<T> c16 = narrow(before);
+        const float one = 1, keep = wide ? 1 : 0;
+        const cudaDataType type = blas_type<T>();
+        REQUIRE(cublasGemmStridedBatchedEx(
+                    device.device.blas, tb ? CUBLAS_OP_T : CUBLAS_OP_N, ta ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one,
+                    b.data(), type, tb ? k : n, int64_t(k) * n, a.data(), type, ta ? m : k, int64_t(m) * k, &keep,
+                    wide ? static_cast<void*>(c.data()) : c16.data(), wide ? CUDA_R_32F : type, n, int64_t(m) * n,
+                    batch, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) == CUBLAS_STATUS_SUCCESS);
+        if (!wide) c.assign(c16.begin(), c16.end());
+        results.push_back(c);
+    }
+    omp_set_num_threads(1);
+    for (const auto& result : results) CHECK(result == results[0]);
+    for (int q = 0; q < batch; ++q)
+        for (int i = 0; i < m; ++i)
+            for (int j = 0; j < n; ++j) {
+                const size_t at = (size_t(q) * m + i) * n + j;
+                double sum = wide ? double(before[at]) : 0;
+                for (int x = 0; x < k; ++x)
+                    sum += double(float(a[size_t(q) * m * k + (ta ? size_t(x) * m + i : size_t(i) * k + x)])) *
+                           double(float(b[size_t(q) * k * n + (tb ? size_t(j) * k + x : size_t(x) * n + j)]));
+                // Products are exact in fp32; k sums of at most k in size, and one rounding when stored
+                const double bound = (k + 1) * 0x1p-24 * (k + 1) + (wide ? 0 : roundoff * std::abs(sum));
+                REQUIRE(std::abs(double(results[0][at]) - sum) <= bound);
+            }
+}
+
+TEST_CASE("16-bit GEMMs against double loops, whatever the number of threads") {
+    TestDevice device;
+    for (const auto& [m, n, k, batch] : std::vector<std::array<int, 4>>{{1, 1, 1, 1},
+                                                                        {3, 5, 7, 1},
+                                                                        {33, 17, 64, 1},
+                                                                        {64, 96, 200, 1},
+                                                                        {47, 130, 33, 3},
+                                                                        {65, 31, 129, 2},
+                                                                        {128, 64, 1030, 1},
+                                                                        {384, 48, 1536, 1},
+                                                                        {97, 33, 2100, 1},
+                                                                        {48, 192, 3072, 1}})
+        for (bool ta : {false, true})
+            for (bool tb : {false, true})
+                for (bool wide : {false, true}) {
+                    CAPTURE(m);
+                    CAPTURE(n);
+                    CAPTURE(k);
+                    CAPTURE(ta);
+                    CAPTURE(tb);
+                    CAPTURE(wide);
+                    check_gemm16<__nv_bfloat16>(device, m, n, k, batch, ta, tb, wide);
+                    check_gemm16<__half>(device, m, n, k, batch, ta, tb, wide);
+                }
+}
+
 #endif  // __CUDACC__
 
 TEST_CASE("the order of samples is a permutation of every epoch") {

@@ -11,6 +11,7 @@
 #include <omp.h>
 #include <dnnl.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <tuple>
@@ -189,14 +190,16 @@ inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOp
     const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
     const bool by_rows = n >= m;
     const int extent = by_rows ? n : m, units = extent / 16;
+    int slabs = std::min(units, threads);
+    // In 16 bits oneDNN sums in an order that depends on a slab's size, so their number depends on the shape only
+    if (a_type != CUDA_R_32F) slabs = std::clamp(extent / 192, 1, 16);
     bool ok = true;
     if (threads > 1 && batch > 1) {
 #pragma omp parallel for schedule(static) reduction(&& : ok)
         for (int index = 0; index < batch; ++index) ok = multiply(index, 0, n, 0, m) && ok;
-    } else if (threads > 1 && units > 1) {
+    } else if (batch == 1 && slabs > 1) {
         // Slabs of whole units of 16, the last with the rest: a slab of one row would be summed in another order
-        const int slabs = units < threads ? units : threads;
-#pragma omp parallel for schedule(static) reduction(&& : ok)
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(&& : ok)
         for (int slab = 0; slab < slabs; ++slab) {
             const int begin = units * slab / slabs * 16;
             const int end = slab + 1 < slabs ? units * (slab + 1) / slabs * 16 : extent;
