@@ -1,9 +1,11 @@
-# make           builds ./train and ./plan for this machine's CPU
+# make           builds ./train and ./plan: for the GPU where there are nvcc and one, else for the CPU (BACKEND=cpu|cuda)
 # make run       installs what is missing, builds, and trains a GPT on real text (DATA=file: on yours)
 # make test      installs what is missing, builds and runs every test (ONLY="gpt pipeline": these; SANITIZE=address,undefined)
 # make test-full the same with the exhaustive matrices
 # make bench     times training on this machine: shares of its GEMM peak, layouts against one process
-# make cuda      the same sources with nvcc: build/cuda/train, plan and the tests
+# make cuda      the same sources with nvcc, for every architecture it knows: build/cuda/train, plan, tests and bench
+# make gpu-check on a machine with a GPU and no package registry: builds, checks, times; the report is build/gpu-check.txt
+# make gpu-carry packs what gpu-check needs beside the sources and the CUDA Toolkit into build/carry
 # make deps      installs what is missing, with apt
 # make clean     removes what make has built
 #
@@ -24,11 +26,31 @@ MPI_LIBRARIES = $(filter -L% -l% -Wl%,$(MPI_FLAGS))
 # added in another order. 512-bit vectors are used where the processor has them.
 CXX       = g++
 VECTORS  := $(shell grep -qs avx512f /proc/cpuinfo && echo -mprefer-vector-width=512)
-OPTIMIZE  = -O3 -march=native $(VECTORS) -ffast-math --param=vect-max-peeling-for-alignment=0
+OPTIMIZE  = -O3 -march=native $(VECTORS) -ffast-math --param=vect-max-peeling-for-alignment=0 --param=vect-max-version-for-alias-checks=100
 WARNINGS  = -Wall -Wextra
-CXXFLAGS  = -std=c++17 $(OPTIMIZE) $(WARNINGS) $(DEFINES) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES)
+CXXFLAGS  = -std=c++17 $(OPTIMIZE) $(WARNINGS) $(DEFINES) -fopenmp -I. -Iplatform/cpu -Iplatform/mpi $(MPI_INCLUDES)
 LIBRARIES = -ldnnl -lsentencepiece -lz $(MPI_LIBRARIES)
-BUILD     = build/cpu
+
+# The GPU where there are nvcc and one. COMM=mpi: NCCL's calls over MPI (platform/mpi/nccl.h), since NCCL refuses several
+# ranks on one GPU; the default where there are fewer GPUs than `make run` has ranks
+NVCC     ?= nvcc
+GPUS     := $(shell command -v $(NVCC) >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+BACKEND  ?= $(if $(filter-out 0,$(GPUS)),$(if $(SANITIZE),cpu,cuda),cpu)
+COMM     ?= $(if $(filter 1 2 3 4 5 6 7,$(GPUS)),mpi,nccl)
+ifeq ($(filter $(BACKEND),cpu cuda)$(filter $(COMM),nccl mpi),)
+$(error BACKEND is "$(BACKEND)" and must be cpu or cuda; COMM is "$(COMM)" and must be nccl or mpi)
+endif
+BUILD    := build/$(BACKEND)
+# A comma would end an argument of $(if)
+comma    := ,
+ARCHS     = $(foreach arch,80 90 100,$(if $(findstring compute_$(arch),$(shell $(NVCC) --list-gpu-arch 2>/dev/null)),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)))
+CUDA_ARCH = $(if $(filter-out 0,$(GPUS)),-arch=native,$(ARCHS))
+NVCCFLAGS = -std=c++17 -O3 --extended-lambda -Xcompiler -Wall,-Wextra,-fopenmp -Xptxas -warn-spills -I. $(MPI_INCLUDES)
+CUDA_LIBRARIES = -lcublas $(if $(filter nccl,$(COMM)),-lnccl) -lsentencepiece -lz $(filter -L% -l%,$(MPI_LIBRARIES))
+ifeq ($(BACKEND)$(COMM),cudampi)
+BUILD     := $(BUILD)-mpi
+NVCCFLAGS += -Iplatform/mpi
+endif
 
 # The number format of weights in use, activations and messages: fp32, bf16 or fp16 (platform/precision.h)
 PRECISION ?= fp32
@@ -50,8 +72,12 @@ endif
 # The other tests' expectations are fp32's
 ONLY   ?= $(if $(DEFINES),layouts,$(patsubst tests/test_%.cu,%,$(wildcard tests/test_*.cu)))
 TESTS   = $(ONLY:%=$(BUILD)/test_%)
-HEADERS = $(wildcard *.cu platform/*.h platform/cpu/*.h tests/*.h)
+HEADERS = $(wildcard *.cu platform/*.h platform/cpu/*.h platform/mpi/*.h tests/*.h)
+ifeq ($(BACKEND),cuda)
+COMPILE = $(NVCC) $(NVCCFLAGS) $(DEFINES) $(CUDA_ARCH) $< -o $@ $(CUDA_LIBRARIES)
+else
 COMPILE = $(CXX) -x c++ $(CXXFLAGS) $< -o $@ $(LIBRARIES)
+endif
 
 # Compilers at work at once
 JOBS   := $(shell nproc 2>/dev/null || echo 1)
@@ -77,12 +103,16 @@ $(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
 	$(COMPILE)
 # This test trains a tokenizer
 $(BUILD)/test_platform: LIBRARIES += -lsentencepiece_train
-build/cuda/test_platform: CUDA_LIBRARIES += -lsentencepiece_train
+$(BUILD)/test_platform: CUDA_LIBRARIES += -lsentencepiece_train
+# The same as a GPU build with COMM=mpi has it: through host memory
+$(BUILD)/staged/test_platform: tests/test_platform.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ -DPTDP_STAGED $(CXXFLAGS) $< -o $@ $(LIBRARIES) -lsentencepiece_train
 # The kernels' tests with a fiber for every CUDA thread
 FIBERS = $(addprefix $(BUILD)/fibers/,test_gpt test_data_parallel fiber_faults)
 $(BUILD)/fibers/%: tests/%.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
-	$(CXX) -x c++ -DPTDP_FIBERS -O1 -std=c++17 $(WARNINGS) $(DEFINES) -fopenmp -I. -Iplatform/cpu $(MPI_INCLUDES) $< -o $@ $(LIBRARIES) -lboost_context
+	$(CXX) -x c++ -DPTDP_FIBERS -O1 -std=c++17 $(WARNINGS) $(DEFINES) -fopenmp -I. -Iplatform/cpu -Iplatform/mpi $(MPI_INCLUDES) $< -o $@ $(LIBRARIES) -lboost_context
 $(BUILD)/bench: bench/bench.cu $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	$(COMPILE)
@@ -102,37 +132,32 @@ test: deps
 	@BUILD=$(BUILD) TESTS_SECONDS=$(TESTS_SECONDS) tests/run $(TESTS)
 test-full: export PTDP_FULL = 1
 test-full: test
-build-tests: $(if $(filter train checkpoint precision,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
+build-tests: $(if $(filter train checkpoint precision,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter platform,$(ONLY)),$(BUILD)/staged/test_platform) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
 
 # The programs that test_precision runs
 mixed-%:
 	@$(MAKE) --no-print-directory PRECISION=$* $(addprefix $(BUILD)-$*/,train test_layouts test_gpt fibers/test_gpt)
 
-# BENCH="one parallel layouts checkpoints precision": only these tables. PYTHON: one that can import PyTorch
+# BENCH="kernels one parallel layouts checkpoints precision": only these tables. PYTHON: one that can import PyTorch
 bench: deps
 	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench $(if $(DEFINES),,bench-bf16)
 	@BF16_BENCH=$(if $(DEFINES),,$(BUILD)-bf16/bench) $(BUILD)/bench $(BENCH)
 bench-bf16:
 	@$(MAKE) --no-print-directory PRECISION=bf16 $(BUILD)-bf16/bench
 
-# One binary for every architecture of ours that this nvcc knows. A comma would end an argument of $(if).
-comma    := ,
-NVCC      = nvcc
-CUDA_ARCH = $(foreach arch,80 90 100,$(if $(findstring compute_$(arch),$(shell $(NVCC) --list-gpu-arch 2>/dev/null)),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)))
-NVCCFLAGS = -std=c++17 -O3 --extended-lambda -Xcompiler -Wall,-Wextra -I. $(MPI_INCLUDES)
-CUDA_LIBRARIES = -lcublas -lnccl -lsentencepiece -lz $(filter -L% -l%,$(MPI_LIBRARIES))
 cuda:
 	@command -v $(NVCC) >/dev/null || { echo "make cuda: there is no nvcc here; it comes with the CUDA Toolkit" >&2; exit 1; }
-	@$(MAKE) -j$(JOBS) --no-print-directory $(patsubst %.cu,build/cuda/%,train.cu plan.cu $(notdir $(wildcard tests/test_*.cu)))
-build/cuda/%: %.cu $(HEADERS) Makefile
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) $< -o $@ $(CUDA_LIBRARIES)
-build/cuda/test_%: tests/test_%.cu $(HEADERS) Makefile
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) $< -o $@ $(CUDA_LIBRARIES)
+	@$(MAKE) -j$(JOBS) --no-print-directory BACKEND=cuda COMM=nccl CUDA_ARCH="$(ARCHS)" cuda-programs
+	@$(MAKE) --no-print-directory BACKEND=cuda COMM=mpi CUDA_ARCH="$(ARCHS)" build/cuda-mpi/train
+cuda-programs: $(patsubst %.cu,build/cuda/%,train.cu plan.cu bench.cu $(notdir $(wildcard tests/test_*.cu)))
+
+gpu-carry:
+	@tests/gpu_check pack build/carry
+gpu-check:
+	@tests/gpu_check
 
 clean:
 	rm -rf build train plan
 
-.PHONY: always all help deps run test test-full build-tests bench bench-bf16 cuda clean
+.PHONY: always all help deps run test test-full build-tests bench bench-bf16 cuda cuda-programs gpu-carry gpu-check clean
 .DELETE_ON_ERROR:

@@ -902,18 +902,21 @@ inline void choose_threads() {
 #endif
 }
 
-// On a GPU build: the GPU with this rank's number on its host. Throws UserError if there are fewer, for NCCL allows one
-// rank a GPU. Collective.
+// On a GPU build: the GPU with this rank's number on its host, ranks in turns if they outnumber GPUs. Throws UserError
+// if there is none, or if ranks would share one, which NCCL does not allow. Collective.
 inline void choose_device() {
 #ifdef __CUDACC__
     const auto [rank, ranks] = rank_on_host();
     int gpus = 0;
     if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
-        throw UserError("this build needs a GPU, and there is none that it can use: `make` builds ./train for the CPU");
+        throw UserError("this build needs a GPU, and there is none that it can use: make BACKEND=cpu is for the CPU");
+#ifndef NCCL_OVER_MPI
     if (ranks > gpus)
         throw UserError(std::to_string(ranks) + " ranks on a host with " + std::to_string(gpus) +
-                        " GPU(s), but NCCL allows one rank a GPU: start at most " + std::to_string(gpus) + " a host");
-    CUDA_CHECK(cudaSetDevice(rank));
+                        " GPU(s), but NCCL allows one rank a GPU: start at most " + std::to_string(gpus) +
+                        " a host, or build with make COMM=mpi");
+#endif
+    CUDA_CHECK(cudaSetDevice(rank % gpus));
 #endif
 }
 
@@ -1109,9 +1112,7 @@ int main(int argc, char** argv) {
         if (rank == 0 && !options.load.empty() && !checkpoint)
             std::printf("no checkpoint in %s yet: starting from the beginning\n", options.load.c_str());
         choose_threads();
-#ifndef __CUDACC__
-        standin::set_comm_timeout(options.comm_timeout);
-#endif
+        standin::state().comm_timeout = options.comm_timeout;
         try {
             const auto grid = make_grid(int(options.tensor_model_parallel_size), int(options.data_parallel_size),
                                         int(options.pipeline_model_parallel_size));

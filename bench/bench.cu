@@ -12,6 +12,8 @@
 #include "train.cu"
 #undef main
 
+#include <omp.h>
+
 #include "tests/process.h"
 
 namespace {
@@ -177,6 +179,99 @@ std::string where_text(const json& run) {
     return text;
 }
 
+// Every memory-bound kernel's rate against a plain copy's, [T, h] activations of one layer's size; bytes as beside the
+// kernels. One process with every core, or one GPU.
+void kernels(Bench& bench) {
+    omp_set_num_threads(bench.cores);
+    Device device;
+    constexpr int64_t s = 512, b = 8, T = s * b, h = 1024, a = 4, chunks = T / kChunkRows;
+    const double word = sizeof(real);
+    DeviceBuffer<real> x(T * h), y(T * h), z(T * h), row(4 * h);
+    DeviceBuffer<float> statistics(2 * T), partial(chunks * 2 * h), gradient(s * h), losses(T);
+    DeviceBuffer<float> weight(T * h), m(T * h), v(T * h), sums(h);
+    DeviceBuffer<real> used(T * h), scores(b * a * s * s), dropped(b * a * s * s);
+    DeviceBuffer<double> squares(flat_grid(T * h));
+    DeviceBuffer<int> tokens(T), targets(T);
+    std::vector<int> ids(T);
+    for (int64_t i = 0; i < T; ++i) ids[i] = int(i);
+    to_device(device, tokens.data, ids.data(), ids.size());
+    Group alone;
+    const Dropout none = make_dropout(0, 1, 1, 0, Site::mlp_dropout, 0),
+                  some = make_dropout(0.1, 1, 1, 0, Site::mlp_dropout, 0);
+    auto rate = [&](double bytes, const std::function<void()>& run) {
+        std::vector<double> seconds;
+        for (int i = 0; i < 8; ++i) {
+            CUDA_CHECK(cudaStreamSynchronize(device.stream));
+            const double start = now();
+            run();
+            CUDA_CHECK(cudaStreamSynchronize(device.stream));
+            if (i > 0) seconds.push_back(now() - start);
+        }
+        return bytes / median(seconds) / 1e9;
+    };
+    const double all = double(T * h), square = double(b * a * s * s);
+    const double copy = rate(2 * word * all, [&] {
+        CUDA_CHECK(cudaMemcpyAsync(y.data, x.data, T * h * sizeof(real), cudaMemcpyDeviceToDevice, device.stream));
+    });
+    std::printf("kernels, %s, T = %ld, h = %ld: GB/s, and share of a copy's %.1f GB/s\n", kPrecision, long(T), long(h),
+                copy);
+    auto line = [&](const char* name, double bytes, const std::function<void()>& run) {
+        const double measured = rate(bytes, run);
+        std::printf("  %-36s %8.1f  %4.0f%%\n", name, measured, 100 * measured / copy);
+        std::fflush(stdout);
+    };
+    float *mean = statistics.data, *rstd = mean + T;
+    line("layernorm forward", 2 * word * all, [&] {
+        launch<layernorm_forward_kernel>(device, T, kBlock, x.data, row.data, row.data, y.data, mean, rstd, int(h),
+                                         1e-5f);
+    });
+    line("layernorm backward", 4 * word * all, [&] {
+        launch<layernorm_backward_kernel<true>>(device, chunks, kBlock, x.data, row.data, mean, rstd, y.data, z.data,
+                                                partial.data, T, int(h));
+    });
+    line("bias addition", 2 * word * all,
+         [&] { launch<add_bias_kernel>(device, T, kBlock, x.data, row.data, int(h)); });
+    line("bias backward", word * all,
+         [&] { launch<bias_backward_kernel>(device, chunks, kBlock, x.data, partial.data, T, int(h)); });
+    line("bias + GeLU forward", 2 * word * all,
+         [&] { launch<bias_gelu_forward_kernel>(device, T, kBlock, x.data, row.data, y.data, int(h)); });
+    line("bias + GeLU backward", 3 * word * all, [&] {
+        launch<bias_gelu_backward_kernel>(device, chunks, kBlock, x.data, row.data, y.data, partial.data, T, int(h));
+    });
+    for (const Dropout& dropout : {none, some}) {
+        const bool drops = dropout.active();
+        line(drops ? "bias + dropout + add forward" : "bias + add forward", 3 * word * all, [&] {
+            launch<bias_dropout_add_forward_kernel>(device, T, kBlock, x.data, row.data, y.data, z.data, int(b), int(h),
+                                                    dropout);
+        });
+        line(drops ? "causal softmax + dropout forward" : "causal softmax forward", (drops ? 4 : 2) * word * square,
+             [&] {
+                 launch<causal_softmax_forward_kernel>(device, b * a * s, kBlock, scores.data, dropped.data, int(s),
+                                                       int(a), 0, 0.1f, dropout);
+             });
+    }
+    line("causal softmax backward", 3 * word * square, [&] {
+        launch<causal_softmax_backward_kernel>(device, b * a * s, kBlock, dropped.data, dropped.data, scores.data,
+                                               int(s), 0.1f);
+    });
+    line("dropout backward", 2 * word * all,
+         [&] { launch<dropout_backward_kernel>(device, T, kBlock, x.data, y.data, int(b), int(h), some); });
+    line("cross-entropy, forward and backward", 4 * word * all, [&] {
+        vocab_parallel_cross_entropy(device, alone, x.data, targets.data, losses.data, weight.data, T, h, 0, h, 1.0f);
+    });
+    line("embedding forward", 2 * word * all,
+         [&] { launch<embedding_forward_kernel>(device, T, kBlock, tokens.data, x.data, y.data, 0, int(T), int(h)); });
+    line("position backward", word * all,
+         [&] { launch<position_backward_kernel>(device, s, kBlock, x.data, gradient.data, int(b), int(h)); });
+    line("sum of squares", 4 * all,
+         [&] { launch<sum_of_squares_kernel>(device, flat_grid(T * h), kBlock, m.data, squares.data, T * h); });
+    line("Adam", (28 + (kMixed ? word : 0)) * all, [&] {
+        launch<adam_kernel>(device, flat_grid(T * h), kBlock, weight.data, used.data, m.data, m.data, v.data, T * h,
+                            1.0f, 0.9f, 0.999f, 1e-8f, 1e-4f, 1.0f, 1.0f);
+    });
+    std::printf("  GEMM 2048^3: %.1f GFLOP/s\n", gemm_peak(device, 4) / 1e9);
+}
+
 // The serial program on one core and on all; `python`, if not empty, can import PyTorch.
 void one_process(Bench& bench, const std::string& python) {
     std::printf(
@@ -340,6 +435,11 @@ int main(int argc, char** argv) {
     Bench bench;
     const std::string python = std::getenv("PYTHON") ? std::getenv("PYTHON") : "python3";
     const bool torch = wanted("one") && run_command({python, "-c", "import torch"}, 60).status == 0;
+    if (wanted("kernels")) {
+        MPI_CHECK(MPI_Init(&argc, &argv));
+        kernels(bench);
+        MPI_CHECK(MPI_Finalize());
+    }
     if (wanted("one")) one_process(bench, torch ? python : "");
     if (wanted("one") && !torch) std::printf("PyTorch cannot be imported here: no comparison with it\n");
     if (wanted("parallel")) parallel(bench);

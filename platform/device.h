@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "platform/mpi/progress.h"
 #include "platform/precision.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -83,12 +84,7 @@ inline void wait_for(MPI_Request request, const char* call) {
         if (!done) MPI_CHECK(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
         return done != 0;
     };
-#ifdef __CUDACC__
-    (void)call;
-    while (!finished()) sched_yield();
-#else
     standin::wait(finished, [&] { return std::string(call); });
-#endif
 }
 // A nonblocking MPI call, all arguments but the request, and its wait: where ranks outnumber cores, a blocking call,
 // which spins, takes a hundred times as long.

@@ -31,7 +31,7 @@ struct Group {
     // Payload in bytes this rank has sent in the group: counted by the stand-in; NCCL does not tell, so there it is
     // computed.
     double bytes() const {
-#ifdef __CUDACC__
+#ifndef NCCL_OVER_MPI
         return computed_bytes;
 #else
         return comm ? double(standin::bytes_sent(comm)) : 0.0;

@@ -399,12 +399,13 @@ void run_worlds(const TempDir& dir, const std::vector<Layout>& layouts, int limi
     std::vector<std::string> with_dir = environment;
     with_dir.push_back("PTDP_DIR=" + dir.path.string());
     with_dir.push_back("OMP_NUM_THREADS=1");  // a second thread would spin, at the cost of whoever else needs the core
-    for (const auto& [ranks, here] : worlds) {
+    for (const auto& world : worlds) {
+        const int ranks = world.first;
         CAPTURE(ranks);
         std::vector<std::string> all = with_dir;
         const double moment = double(time(nullptr)), left = std::max(0.0, begin + end - moment);
-        all.push_back("PTDP_DEADLINE=" + std::to_string(int64_t(moment + left * here / processes)));
-        processes -= here;
+        all.push_back("PTDP_DEADLINE=" + std::to_string(int64_t(moment + left * world.second / processes)));
+        processes -= world.second;
         const RunResult result = mpirun_self(ranks, "worker: layouts", all, limit);
         CHECK_MESSAGE(result.status == 0, result.output);
         std::istringstream lines(result.output);

@@ -158,6 +158,16 @@ TEST_CASE("messages of 4 bytes to 64 MB, buffered and in rendezvous mode") {
 }
 
 // Rank 0 receives from rank 1, which is late, then from rank 2, which is not: an event behind both waits for both.
+#ifndef PTDP_STAGED
+TEST_CASE("the same through host memory, as a GPU build with COMM=mpi does it") {
+    const std::string self = self_program();
+    const RunResult result =
+        run_command({self.substr(0, self.rfind('/')) + "/staged/test_platform", "-tc=collectives*,messages*"}, 300);
+    CHECK_MESSAGE(result.status == 0, result.output);
+    CHECK(result.output.find("2 passed") != std::string::npos);
+}
+#endif
+
 TEST_CASE("worker: an event" * doctest::skip()) {
     const auto grid = make_grid(1, 1, 3);
     const ncclComm_t comm = grid->pipeline.comm;

@@ -22,6 +22,8 @@
 #include <string>
 #include <vector>
 
+#include "../mpi/progress.h"
+
 #define __global__ static
 #define __device__
 #define __host__
@@ -71,43 +73,6 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Streams, events and what they wait for
 
-struct CUstream_st;
-
-namespace standin {
-
-// Something that finishes later: `start` posts its messages, `finished` polls them. `waits_for` describes it for the
-// user.
-struct Operation {
-    std::function<void()> start;
-    std::function<bool()> finished;
-    std::function<std::string()> waits_for;
-    bool started = false, done = false;
-};
-
-struct State {
-    std::vector<CUstream_st*> streams;
-    std::function<bool()> progress_sends = [] { return false; };  // buffered messages whose sender went on
-    std::function<void(double, const std::string&)> timed_out;
-    double comm_timeout = 600;  // seconds without progress; 0: none
-    double waiting_cpu = 0;     // thread CPU seconds spent waiting, so that others can be told from them
-    bool rendezvous = false;    // messages block, as NCCL's may: see nccl.h
-};
-inline State& state() {
-    static State state;
-    return state;
-}
-
-inline double wall_seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-inline double thread_cpu_seconds() {
-    timespec time;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
-}
-
-}  // namespace standin
-
 struct CUstream_st {
     std::deque<std::shared_ptr<standin::Operation>> pending;
 };
@@ -120,10 +85,15 @@ using cudaEvent_t = CUevent_st*;
 
 namespace standin {
 
-// Polls every message of this process once; true if anything moved.
-inline bool progress() {
-    bool moved = state().progress_sends();
-    for (cudaStream_t stream : state().streams) {
+inline std::vector<cudaStream_t>& streams() {
+    static std::vector<cudaStream_t> list;
+    return list;
+}
+
+// Polls the messages of every stream once; true if anything moved.
+inline bool progress_streams() {
+    bool moved = false;
+    for (cudaStream_t stream : streams()) {
         bool earlier_done = true;  // an operation is complete only behind all those before it on its stream
         for (auto& operation : stream->pending) {
             if (!operation->started) {
@@ -140,25 +110,6 @@ inline bool progress() {
     return moved;
 }
 
-// Returns when condition() holds. Never spins: between polls the core is offered to the other ranks. After comm_timeout
-// seconds in which nothing moved, says what is awaited and ends the job.
-template <class Condition, class Description>
-void wait(Condition condition, Description waits_for) {
-    if (condition()) return;
-    const double cpu = thread_cpu_seconds();
-    double last_progress = wall_seconds();
-    while (!condition()) {
-        if (progress()) {
-            last_progress = wall_seconds();
-            continue;
-        }
-        sched_yield();
-        const double waited = wall_seconds() - last_progress;
-        if (state().timed_out && state().comm_timeout > 0 && waited > state().comm_timeout)
-            state().timed_out(waited, waits_for());
-    }
-    state().waiting_cpu += thread_cpu_seconds() - cpu;
-}
 // Takes a share of the operation: progress() drops the queue's own when it is done.
 inline void wait_operation(std::shared_ptr<Operation> operation) {
     if (operation) wait([&] { return operation->done; }, [&] { return operation->waits_for(); });
@@ -190,7 +141,8 @@ void run_blocks(int64_t grid, int /*threads per block: always run as one*/, F f)
 
 inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
     *stream = new CUstream_st;
-    standin::state().streams.push_back(*stream);
+    standin::streams().push_back(*stream);
+    standin::state().progress_streams = standin::progress_streams;
     return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -199,14 +151,14 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     standin::wait_stream(stream);
-    auto& streams = standin::state().streams;
+    auto& streams = standin::streams();
     for (size_t i = 0; i < streams.size(); ++i)
         if (streams[i] == stream) streams.erase(streams.begin() + i);
     delete stream;
     return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() {
-    for (cudaStream_t stream : standin::state().streams) standin::wait_stream(stream);
+    for (cudaStream_t stream : standin::streams()) standin::wait_stream(stream);
     return cudaSuccess;
 }
 

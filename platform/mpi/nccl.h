@@ -1,15 +1,17 @@
-// NCCL on a machine without a GPU: the same collectives between the same ranks, over MPI.
+// NCCL's calls over MPI: the same collectives between the same ranks, for machines without a GPU and, as COMM=mpi, for
+// several ranks on one GPU, which NCCL refuses.
 //
 // Everything is built from nonblocking point-to-point messages, for three reasons: waiting polls and yields the core,
 // so ranks may outnumber cores; sums run in rank order 0, 1, ..., n-1 at every position, so a result is bitwise the
 // same on every rank and never depends on how a buffer was cut; and the bytes counted are what a rank really handed to
 // MPI.
 //   - ncclSend copies its data and returns: it never waits for its receiver. In rendezvous mode (set_rendezvous) it
-//   does
-//     not copy, and the groups of a stream run strictly one after another, each complete only when its sends are
+//     does not copy, and the groups of a stream run strictly one after another, each complete only when its sends are
 //     received: what NCCL allows itself, and what a schedule must survive.
 //   - Groups of ncclSend and ncclRecv are pending on their stream until they have arrived; collectives complete at the
-//   call.
+//     call.
+//   - With a GPU (PTDP_STAGED) data goes through host memory, and groups, too, complete at the call: ranks issue
+//     exchanges in one total order, so that this deadlocks no schedule (pipeline.cu).
 #pragma once
 
 #include <mpi.h>
@@ -24,9 +26,16 @@
 #include <string>
 #include <vector>
 
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
-#include "cuda_runtime.h"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "progress.h"
+
+#define NCCL_OVER_MPI
+#ifdef __CUDACC__
+#define PTDP_STAGED
+#endif
 
 enum ncclResult_t {
     ncclSuccess = 0,
@@ -170,6 +179,11 @@ inline void post_receive(ncclComm_t comm, void* data, size_t bytes, int peer, in
     }
 }
 
+// From memory that lives until the message is received; nobody waits with it for the receiver's own sends.
+inline void post_staged_send(ncclComm_t comm, void* data, size_t bytes, int peer, int tag, Messages& messages) {
+    post_send(comm, data, bytes, peer, tag, messages, false);
+}
+
 // The stand-in's own state beside the runtime's.
 struct NcclState {
     std::list<Messages> buffered;  // sends whose sender went on
@@ -283,6 +297,33 @@ inline void reduce_parts(const std::vector<const void*>& parts, void* out, size_
             return reduce_parts<double, double>(parts, out, count, op);
     }
 }
+
+// The host's view of a call's device memory: that memory itself where there is no GPU, else a copy, brought in at the
+// start if the call reads it and sent back by write(). Waits for what comes before on the stream.
+struct HostView {
+    char* data;
+#ifdef PTDP_STAGED
+    void* device;
+    std::vector<char> copy;
+    cudaStream_t stream;
+    HostView(const void* device, size_t bytes, bool reads, cudaStream_t stream)
+        : device(const_cast<void*>(device)), copy(bytes), stream(stream) {
+        data = copy.data();
+        if (reads) cudaMemcpyAsync(data, device, bytes, cudaMemcpyDeviceToHost, stream);
+        cudaStreamSynchronize(stream);
+    }
+    void write() {
+        cudaMemcpyAsync(device, data, copy.size(), cudaMemcpyHostToDevice, stream);
+        cudaStreamSynchronize(stream);
+    }
+#else
+    HostView(const void* memory, size_t, bool, cudaStream_t stream)
+        : data(static_cast<char*>(const_cast<void*>(memory))) {
+        wait_stream(stream);
+    }
+    void write() {}
+#endif
+};
 
 inline bool valid(ncclComm_t comm, const void* a, const void* b, size_t count, ncclDataType_t type) {
     return comm && size_of(type) > 0 && (count == 0 || (a && b));
@@ -426,12 +467,14 @@ inline ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
 inline ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                   ncclComm_t comm, cudaStream_t stream) {
     if (!standin::valid(comm, send, receive, count, type)) return ncclInvalidArgument;
-    standin::wait_stream(stream);
+    const size_t size = standin::size_of(type);
+    const standin::HostView from(send, count * size, true, stream);
+    standin::HostView to(receive, count * size, false, stream);
     standin::random_delay();
     const auto begin = standin::even_cuts(count, comm->size());
-    char* mine = static_cast<char*>(receive) + begin[comm->rank] * standin::size_of(type);
-    standin::scatter_reduce(comm, send, mine, begin, type, op, "ncclAllReduce");
-    standin::gather_all(comm, receive, begin, type, "ncclAllReduce");
+    standin::scatter_reduce(comm, from.data, to.data + begin[comm->rank] * size, begin, type, op, "ncclAllReduce");
+    standin::gather_all(comm, to.data, begin, type, "ncclAllReduce");
+    to.write();
     return ncclSuccess;
 }
 
@@ -439,10 +482,13 @@ inline ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count,
 inline ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t count, ncclDataType_t type,
                                       ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
     if (!standin::valid(comm, send, receive, count, type)) return ncclInvalidArgument;
-    standin::wait_stream(stream);
+    const size_t bytes = count * standin::size_of(type);
+    const standin::HostView from(send, bytes * size_t(comm->size()), true, stream);
+    standin::HostView to(receive, bytes, false, stream);
     standin::random_delay();
-    standin::scatter_reduce(comm, send, receive, standin::equal_parts(count, comm->size()), type, op,
+    standin::scatter_reduce(comm, from.data, to.data, standin::equal_parts(count, comm->size()), type, op,
                             "ncclReduceScatter");
+    to.write();
     return ncclSuccess;
 }
 
@@ -450,12 +496,14 @@ inline ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t co
 inline ncclResult_t ncclAllGather(const void* send, void* receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                                   cudaStream_t stream) {
     if (!standin::valid(comm, send, receive, count, type)) return ncclInvalidArgument;
-    standin::wait_stream(stream);
-    standin::random_delay();
     const size_t bytes = count * standin::size_of(type);
-    char* mine = static_cast<char*>(receive) + comm->rank * bytes;
-    if (mine != send && bytes > 0) memmove(mine, send, bytes);
-    standin::gather_all(comm, receive, standin::equal_parts(count, comm->size()), type, "ncclAllGather");
+    const standin::HostView from(send, bytes, true, stream);
+    standin::HostView to(receive, bytes * size_t(comm->size()), false, stream);
+    standin::random_delay();
+    char* mine = to.data + size_t(comm->rank) * bytes;
+    if (mine != from.data && bytes > 0) memmove(mine, from.data, bytes);
+    standin::gather_all(comm, to.data, standin::equal_parts(count, comm->size()), type, "ncclAllGather");
+    to.write();
     return ncclSuccess;
 }
 
@@ -464,19 +512,22 @@ inline ncclResult_t ncclBroadcast(const void* send, void* receive, size_t count,
                                   ncclComm_t comm, cudaStream_t stream) {
     if (!standin::valid(comm, receive, receive, count, type) || root < 0 || root >= comm->size())
         return ncclInvalidArgument;
-    if (comm->rank == root && count > 0 && !send) return ncclInvalidArgument;
-    standin::wait_stream(stream);
-    standin::random_delay();
+    const bool sends = comm->rank == root;
+    if (sends && count > 0 && !send) return ncclInvalidArgument;
     const size_t bytes = count * standin::size_of(type);
+    const standin::HostView from(sends ? send : nullptr, sends ? bytes : 0, sends, stream);
+    standin::HostView to(receive, bytes, false, stream);
+    standin::random_delay();
     standin::Messages messages;
-    if (comm->rank == root) {
-        if (send != receive && bytes > 0) memmove(receive, send, bytes);
+    if (sends) {
+        if (from.data != to.data && bytes > 0) memmove(to.data, from.data, bytes);
         for (int peer = 0; peer < comm->size(); ++peer)
-            if (peer != root) standin::post_send(comm, receive, bytes, peer, comm->tag, messages, false);
+            if (peer != root) standin::post_send(comm, to.data, bytes, peer, comm->tag, messages, false);
     } else {
-        standin::post_receive(comm, receive, bytes, root, comm->tag, messages);
+        standin::post_receive(comm, to.data, bytes, root, comm->tag, messages);
     }
     standin::wait_messages(messages, "ncclBroadcast");
+    to.write();
     return ncclSuccess;
 }
 
@@ -495,6 +546,23 @@ inline ncclResult_t ncclGroupEnd() {
     if (nccl.group_depth == 0) return ncclInvalidUsage;
     if (--nccl.group_depth > 0 || nccl.group.empty()) return ncclSuccess;
     standin::random_delay();
+#ifdef PTDP_STAGED
+    standin::Messages messages;
+    std::list<standin::HostView> views;
+    for (const auto& message : nccl.group) {
+        views.emplace_back(message.data, message.bytes, message.send, nccl.group_stream);
+        auto post = message.send ? standin::post_staged_send : standin::post_receive;
+        post(message.comm, views.back().data, message.bytes, message.peer, message.comm->tag + 1, messages);
+    }
+    standin::wait_messages(messages, "an exchange (ncclSend, ncclRecv)");
+    auto view = views.begin();
+    for (const auto& message : nccl.group) {
+        if (!message.send) view->write();
+        ++view;
+    }
+    nccl.group.clear();
+    return ncclSuccess;
+#else
     auto messages = std::make_shared<standin::Messages>();
     auto operation = std::make_shared<standin::Operation>();
     operation->start = [messages, group = std::move(nccl.group)] {
@@ -522,6 +590,7 @@ inline ncclResult_t ncclGroupEnd() {
     }
     standin::progress();
     return ncclSuccess;
+#endif
 }
 
 namespace standin {
