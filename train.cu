@@ -915,6 +915,10 @@ inline void choose_device() {
         throw UserError(std::to_string(ranks) + " ranks on a host with " + std::to_string(gpus) +
                         " GPU(s), but NCCL allows one rank a GPU: start at most " + std::to_string(gpus) +
                         " a host, or build with make COMM=mpi");
+    // Exchanges and tensor all-reduces may be in flight together, on two streams and two communicators, of which NCCL
+    // by itself promises nothing. From 2.26 on it can be asked to start what a device is given in the host's order,
+    // which is one total order on all ranks (pipeline.cu): then a started kernel never waits for one behind another.
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
 #endif
     CUDA_CHECK(cudaSetDevice(rank % gpus));
 #endif
