@@ -132,7 +132,7 @@ test: deps
 	@BUILD=$(BUILD) TESTS_SECONDS=$(TESTS_SECONDS) tests/run $(TESTS)
 test-full: export PTDP_FULL = 1
 test-full: test
-build-tests: $(if $(filter train checkpoint precision,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter platform,$(ONLY)),$(BUILD)/staged/test_platform) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
+build-tests: $(if $(filter train plan checkpoint precision,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter platform,$(ONLY)),$(BUILD)/staged/test_platform) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
 
 # The programs that test_precision runs
 mixed-%:

@@ -309,12 +309,14 @@ inline std::vector<Parameter> gpt_parameters(const GptConfig& c) {
 
 struct Carver {
     char* base = nullptr;
-    size_t used = 0;  // bytes
-    template <class T = real>
-    T* take(int64_t count) {
+    size_t used = 0;             // bytes
+    size_t word = sizeof(real);  // of activations; `plan` asks for other formats than its own
+    real* take(int64_t count) { return reinterpret_cast<real*>(take_bytes(size_t(count) * word)); }
+    float* take_fp32(int64_t count) { return reinterpret_cast<float*>(take_bytes(size_t(count) * sizeof(float))); }
+    char* take_bytes(size_t bytes) {
         char* place = base ? base + used : nullptr;
-        used += (size_t(count) * sizeof(T) + 63) / 64 * 64;
-        return reinterpret_cast<T*>(place);
+        used += (bytes + 63) / 64 * 64;
+        return place;
     }
 };
 
@@ -346,15 +348,15 @@ inline LayerActivations carve_layer(Carver& carver, const Shape& shape) {
     const int64_t T = shape.rows(), h = shape.h, t = shape.t;
     LayerActivations a;
     a.ln_1 = carver.take(T * h);
-    a.mean_1 = carver.take<float>(T);
-    a.rstd_1 = carver.take<float>(T);
+    a.mean_1 = carver.take_fp32(T);
+    a.rstd_1 = carver.take_fp32(T);
     a.qkv = carver.take(T * 3 * h / t);
     a.probabilities = carver.take(shape.scores());
     a.context = carver.take(T * h / t);
     a.middle = carver.take(T * h);
     a.ln_2 = carver.take(T * h);
-    a.mean_2 = carver.take<float>(T);
-    a.rstd_2 = carver.take<float>(T);
+    a.mean_2 = carver.take_fp32(T);
+    a.rstd_2 = carver.take_fp32(T);
     a.fc = carver.take(T * 4 * h / t);
     a.gelu = carver.take(T * 4 * h / t);
     return a;
@@ -382,10 +384,10 @@ inline Workspace carve_workspace(Carver& carver, const Shape& shape, bool last_s
     w.context = carver.take(T * h / t);
     w.dropped = carver.take(shape.dropout ? shape.scores() : 0);
     w.scores = carver.take(shape.scores());
-    w.partial = carver.take<float>(row_chunks(T) * std::max(2 * h, 4 * h / t));
+    w.partial = carver.take_fp32(row_chunks(T) * std::max(2 * h, 4 * h / t));
     w.logits = carver.take(last_stage ? T * shape.local_vocab : 0);
-    w.statistics = carver.take<float>(last_stage ? 6 * T : 0);
-    w.losses = carver.take<float>(last_stage ? T : 0);
+    w.statistics = carver.take_fp32(last_stage ? 6 * T : 0);
+    w.losses = carver.take_fp32(last_stage ? T : 0);
     return w;
 }
 

@@ -487,13 +487,16 @@ inline PipelineNeeds pipeline_needs(const Schedule& schedule, const Program& pro
 }
 
 // Bytes of one slot, and of the scratch that recomputation shares.
-inline size_t slot_bytes(const Shape& shape, int64_t layers, int64_t recompute_layers) {
+inline size_t slot_bytes(const Shape& shape, int64_t layers, int64_t recompute_layers, size_t word = sizeof(real)) {
     Carver measure;
+    measure.word = word;
     carve_slot(measure, shape, layers, recompute_layers);
     return measure.used;
 }
-inline size_t recompute_scratch_bytes(const Shape& shape, int64_t layers, int64_t recompute_layers) {
+inline size_t recompute_scratch_bytes(const Shape& shape, int64_t layers, int64_t recompute_layers,
+                                      size_t word = sizeof(real)) {
     Carver measure;
+    measure.word = word;
     carve_recompute_scratch(measure, shape, std::min(layers, recompute_layers));
     return measure.used;
 }
@@ -509,16 +512,18 @@ struct MemoryPlan {
     double buffered = 0;                               // the CPU build's copies of messages and its scratch for sums
     double library = 0;                                // oneDNN's packed operands: measured, 2.5 MB a thread
     PipelineNeeds needs;
-    double total() const {
-        return weights + gradients + optimizer + activations + recompute + messages + workspace + tokens + buffered +
-               library;
+    // Without what only a CPU build needs
+    double on_device() const {
+        return weights + gradients + optimizer + activations + recompute + messages + workspace + tokens;
     }
+    double total() const { return on_device() + buffered + library; }
 };
 
-// The memory of pipeline rank p_rank, tensor rank t_rank, for d replicas, before anything is allocated.
+// The memory of pipeline rank p_rank, tensor rank t_rank, for d replicas, before anything is allocated;
+// `word`: bytes of an activation.
 inline MemoryPlan memory_plan(const GptConfig& config, const Schedule& schedule, const Program& program, int t,
                               int t_rank, int d, int p_rank, int64_t b, bool distributed,
-                              const PipelineOptions& options) {
+                              const PipelineOptions& options, size_t word = sizeof(real)) {
     const int p = schedule.p, v = schedule.v;
     const Shape shape = gpt_shape(config, t, b);
     const bool first = p_rank == 0, last = p_rank == p - 1;
@@ -527,15 +532,16 @@ inline MemoryPlan memory_plan(const GptConfig& config, const Schedule& schedule,
     plan.needs = pipeline_needs(schedule, program, p_rank);
     const auto parameters = local_parameters(config, t, t_rank, p, p_rank, v, distributed ? d : 1);
     const double size = double(local_parameter_size(parameters));
-    plan.weights = (4.0 + (kMixed ? sizeof(real) : 0)) * size;
+    plan.weights = (4.0 + (word < 4 ? double(word) : 0.0)) * size;
     plan.gradients = 4 * size + (first && last ? 4.0 * double(shape.local_vocab * shape.h) : 0.0);
     plan.optimizer = 8 * size / (distributed ? d : 1);
-    plan.activations = double(plan.needs.slots) * double(slot_bytes(shape, layers, options.recompute_layers));
+    plan.activations = double(plan.needs.slots) * double(slot_bytes(shape, layers, options.recompute_layers, word));
     if (options.recompute_layers)
-        plan.recompute = double(recompute_scratch_bytes(shape, layers, options.recompute_layers));
-    const double message = double(sizeof(real) * padded_size(shape.rows() * shape.h));
+        plan.recompute = double(recompute_scratch_bytes(shape, layers, options.recompute_layers, word));
+    const double message = double(word * padded_size(shape.rows() * shape.h));
     plan.messages = (plan.needs.inputs + plan.needs.gradients) * message;
     Carver measure;
+    measure.word = word;
     carve_workspace(measure, shape, last);
     plan.workspace = double(measure.used);
     if (first || last) plan.tokens = 4.0 * schedule.m * double(5 * shape.rows());

@@ -1,43 +1,627 @@
-// Schedules as pictures (§2.2, Figures 3 and 4), drawn from the tables that `train` runs.
+// The paper's analysis as a tool (§3, §5): which layout for this model on these devices, and why; and schedules as
+// pictures (§2.2, Figures 3 and 4), drawn from the tables that `train` runs.
 //
+//   ./plan --gpus 1024 --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --global-batch-size 1536
+//   ./plan --paper
 //   ./plan --draw-schedule --schedule interleaved --pp 4 --vp 2 --microbatches 8
 //
-// Prints the timeline of every device and the bubble that the replay of all ranks gives, beside the paper's formula.
+// Rules kept here:
+//   - time comes from first principles: FLOPs, bytes and messages of §2.3, §3 and §4, over the rates of a hardware file
+//     (examples/hardware/), which also holds the few constants that were set on the paper's own measurements;
+//   - an iteration is the replay of pipeline.cu's tables; memory is what pipeline.cu's memory_plan() says;
+//   - the paper's takeaways are not rules of the search: they come out of it.
+//
+// Defines: Hardware, the time of a layer, of messages and of an iteration; the search; the paper's figures; pictures.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
 
 #include "pipeline.cu"
 #include "platform/options.h"
 #include "platform/picture.h"
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Hardware
+
+// Rates in FLOP/s, bytes and bytes/s each way; the shares are what is reached of them.
+struct Hardware {
+    std::string name;
+    double peak = 0, memory_rate = 0, memory = 0;
+    int devices_per_node = 1;
+    double device_link = 0;   // per device, inside a node
+    double network_link = 0;  // per device, one of as many network links as a node has devices
+    // Set on Table 1 and Figures 7, 11, 12 and 17 together (least cubes of the relative errors):
+    double gemm_share = 1,
+           gemm_half = 0;     // a GEMM's share of the peak is gemm_share / ((1 + half/m) (1 + half/n) (1 + half/k))
+    double memory_share = 1;  // of memory_rate, in kernels that only move data
+    double device_link_share = 1, network_share = 1;
+    double exchange = 0;  // seconds before a message between nodes begins: launch, synchronisation, latency
+};
+
+// Reads a hardware file; throws UserError that names the file and what is wrong.
+inline Hardware read_hardware(const std::string& name) {
+    const bool is_name = name.find('/') == std::string::npos && name.find('.') == std::string::npos;
+    const std::string path = is_name ? "examples/hardware/" + name + ".json" : name;
+    std::ifstream file(path, std::ios::binary);
+    if (!file) throw UserError("--hardware " + name + ": cannot read " + path + "; a100, h100 or a file like them");
+    std::string text(size_t(1) << 16, '\0');
+    file.read(text.data(), std::streamsize(text.size()));
+    text.resize(size_t(file.gcount()));
+    const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+    if (!json.is_object()) throw UserError("--hardware " + path + ": is not a JSON object of at most 64 KB");
+    auto number = [&](const char* key, double least, double most) {
+        if (!json.contains(key) || !json[key].is_number())
+            throw UserError("--hardware " + path + ": \"" + key + "\" is missing or not a number");
+        const double value = json[key];
+        if (!(value >= least && value <= most))
+            throw UserError("--hardware " + path + ": \"" + key + "\" is " + options_detail::text(value) +
+                            ": it must be from " + options_detail::text(least) + " to " + options_detail::text(most));
+        return value;
+    };
+    Hardware hw;
+    hw.name = json.contains("name") && json["name"].is_string() ? json["name"].get<std::string>() : path;
+    hw.peak = 1e12 * number("peak_tflops", 1e-6, 1e9);
+    hw.memory_rate = 1e9 * number("memory_gb_per_s", 1e-3, 1e9);
+    hw.memory = 1e9 * number("memory_gb", 1e-3, 1e9);
+    hw.devices_per_node = int(number("devices_per_node", 1, 4096));
+    hw.device_link = 1e9 * number("device_link_gb_per_s", 1e-6, 1e9);
+    hw.network_link = 1e9 * number("network_link_gb_per_s", 1e-6, 1e9);
+    hw.gemm_share = number("gemm_share", 1e-6, 1);
+    hw.gemm_half = number("gemm_half_size", 0, 1e6);
+    hw.memory_share = number("memory_share", 1e-6, 1);
+    hw.device_link_share = number("device_link_share", 1e-6, 1);
+    hw.network_share = number("network_share", 1e-6, 1);
+    hw.exchange = 1e-3 * number("exchange_ms", 0, 1e6);
+    return hw;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What is planned
+
+// A model and batch, and how they are laid out; the notation is §3.1's.
+struct Job {
+    int64_t l = 24, h = 2304, a = 24, s = 2048, V = 51200, B = 512;
+    bool recompute = true, scatter_gather = true, fusion = true;
+    std::string schedule;  // default: interleaved if v > 1, else 1f1b
+
+    double parameters() const {  // eq. 2
+        const double L = double(l), H = double(h);
+        return 12 * L * H * H * (1 + 13 / (12 * H) + double(V + s) / (12 * L * H));
+    }
+    double flops() const {  // eq. 3, and the same without recomputation
+        const double L = double(l), H = double(h);
+        return (recompute ? 96 : 72) * double(B) * double(s) * L * H * H *
+               (1 + double(s) / (6 * H) + double(V) / ((recompute ? 16 : 12) * L * H));
+    }
+};
+struct Layout {
+    int64_t p = 1, t = 1, d = 1, v = 1, b = 1;
+    int64_t devices() const { return p * t * d; }
+};
+
+constexpr double kWord = 2;             // bytes of a weight in use, an activation, a gradient in a message: fp16 (§5)
+constexpr double kOptimizerBytes = 40;  // moved per parameter: Adam's 28, unscaling, the norm, and casts
+
+// Why a layout cannot be; empty if it can.
+inline std::string why_not(const Job& job, const Layout& x) {
+    using options_detail::text;
+    auto divides = [](int64_t divisor, int64_t n) { return n % divisor == 0; };
+    if (!divides(x.t, job.a)) return "--num-attention-heads " + text(job.a) + " is not a multiple of t = " + text(x.t);
+    if (!divides(x.t, job.h)) return "--hidden-size " + text(job.h) + " is not a multiple of t = " + text(x.t);
+    if (!divides(x.p * x.v, job.l))
+        return "--num-layers " + text(job.l) + " is not a multiple of p v = " + text(x.p * x.v);
+    if (!divides(x.b * x.d, job.B))
+        return "--global-batch-size " + text(job.B) + " is not a multiple of b d = " + text(x.b * x.d);
+    const int64_t m = job.B / (x.b * x.d);
+    if (x.v > 1 && x.p == 1) return "v = " + text(x.v) + " needs a pipeline, but p is 1";
+    if (x.v > 1 && !divides(x.p, m))
+        return "the " + text(m) + " microbatches are not a multiple of p = " + text(x.p) + ", as v > 1 needs";
+    return "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Time, from first principles
+
+// `batch` products of [m, k] and [k, n]: the slower of arithmetic and memory.
+inline double gemm_time(const Hardware& hw, double m, double n, double k, double batch = 1) {
+    const double half = hw.gemm_half;
+    const double share = hw.gemm_share / ((1 + half / m) * (1 + half / n) * (1 + half / k));
+    const double bytes = kWord * batch * (m * k + k * n + m * n);
+    return std::max(2 * m * n * k * batch / (hw.peak * share), bytes / (hw.memory_rate * hw.memory_share));
+}
+inline double moving_time(const Hardware& hw, double bytes) { return bytes / (hw.memory_rate * hw.memory_share); }
+
+// A ring over `ranks` devices, `per_node` of them on each node: the ring's slowest edge carries `factor` (n-1)/n of the
+// bytes (2 for an all-reduce, 1 for an all-gather). Groups that share a node share its links: `per_node` are left.
+inline double ring_time(const Hardware& hw, double bytes, double ranks, double per_node, double factor) {
+    if (ranks <= 1) return 0;
+    const double inside = hw.device_link * hw.device_link_share,
+                 between = hw.network_link * hw.network_share * per_node;
+    const bool within = per_node >= ranks;
+    return factor * (ranks - 1) / ranks * bytes / (within ? inside : std::min(inside, between)) +
+           (within ? 0 : factor * hw.exchange);
+}
+
+struct Pair {
+    double forward = 0, backward = 0;
+};
+
+// One layer's forward and backward of a microbatch on one device (§2.3, §4.2), recomputation not included.
+inline Pair layer_time(const Hardware& hw, const Job& job, const Layout& x) {
+    const double t = double(x.t), h = double(job.h), s = double(job.s), b = double(x.b), heads = double(job.a) / t;
+    const double T = s * b, size = h / double(job.a);
+    const double products = gemm_time(hw, T, 3 * h / t, h) + gemm_time(hw, T, h, h / t) +
+                            gemm_time(hw, T, 4 * h / t, h) + gemm_time(hw, T, h, 4 * h / t) +
+                            gemm_time(hw, s, s, size, b * heads) + gemm_time(hw, s, size, s, b * heads);
+    // Elements read and written: two LayerNorms and two bias+dropout+add on the whole stream, bias+GeLU and the QKV
+    // bias on 1/t; the softmax reads the visible half of its s x s scores, dropout reads, writes and keeps a mask (half
+    // a word)
+    const double stream = T * h, scores = b * heads * s * s;
+    double forward = stream * (2 * 2 + 2 * 3 + (8 + 6) / t) + scores * (1.5 + 2.5);
+    double backward = stream * (2 * 4 + 2 * 4 + (12 + 6) / t) + scores * (2.5 + 2);
+    if (!job.fusion) {
+        // bias, GeLU's factors, dropout and addition as kernels of their own; scaling, masking and softmax too
+        forward += stream * (24 / t + 2 * 4) + scores * 6;
+        backward += stream * (24 / t + 2 * 4) + scores * 4;
+    }
+    const double reduce = 2 * ring_time(hw, kWord * stream, t, std::min(t, double(hw.devices_per_node)), 2);
+    return {products + moving_time(hw, kWord * forward) + reduce,
+            2 * products + moving_time(hw, kWord * backward) + reduce};
+}
+
+// The output layer and loss: logits [T, V/t], of which cross-entropy makes eight passes forward and three backward.
+inline Pair head_time(const Hardware& hw, const Job& job, const Layout& x) {
+    const double T = double(job.s * x.b), n = double(job.V) / double(x.t);
+    const double product = gemm_time(hw, T, n, double(job.h));
+    return {product + moving_time(hw, 38 * T * n), 2 * product + moving_time(hw, 14 * T * n)};
+}
+
+// A message between stages, with scatter/gather (§4.1) or without; the sender waits for it.
+inline double message_time(const Hardware& hw, const Job& job, const Layout& x) {
+    if (x.p == 1) return 0;
+    const double bytes = kWord * double(job.s * x.b * job.h), t = double(x.t);
+    if (x.devices() <= hw.devices_per_node) return bytes / (hw.device_link * hw.device_link_share);
+    const double link = hw.network_link * hw.network_share;
+    if (!job.scatter_gather || x.t == 1) return bytes / link + hw.exchange;
+    return bytes / t / link + hw.exchange + ring_time(hw, bytes, t, std::min(t, double(hw.devices_per_node)), 1);
+}
+
+// Parameters on the fullest device: its layers, and the embedding.
+inline double parameters_per_device(const Job& job, const Layout& x) {
+    const double h = double(job.h), t = double(x.t);
+    return double(job.l) / double(x.p) * (12 * h * h + 13 * h) / t + double(job.V + job.s) * h / t;
+}
+
+struct Prediction {
+    Layout layout;
+    double seconds = 0;                            // an iteration
+    double pipeline = 0, data = 0, optimizer = 0;  // of which
+    double bubble = 0;                             // of the replayed pipeline, relative to the ideal time
+    double flops_per_device = 0, share = 0, memory = 0, weights_and_optimizer = 0;
+    bool fits = true;
+};
+
+// The pipeline's time for m microbatches. Beyond 3 p the schedule repeats itself every p, so that is not replayed.
+inline double replayed_seconds(const Job& job, const Layout& x, const Hardware& hw, int m, double* bubble) {
+    const ScheduleKind kind = schedule_kind(job.schedule.empty() ? (x.v > 1 ? "interleaved" : "1f1b") : job.schedule);
+    const Pair layer = layer_time(hw, job, x), head = head_time(hw, job, x);
+    const double layers = double(job.l) / double(x.p * x.v), message = message_time(hw, job, x);
+    const double recompute = job.recompute ? layer.forward : 0;
+    const OpCost cost = [&](int rank, const Op& op) {
+        const bool last = rank == x.p - 1 && op.chunk == x.v - 1;
+        return op.forward ? layers * layer.forward + message + (last ? head.forward : 0)
+                          : layers * (layer.backward + recompute) + message + (last ? head.backward : 0);
+    };
+    auto makespan = [&](int count, double* ideal) {
+        const Schedule schedule = make_schedule(kind, int(x.p), int(x.v), count);
+        double end = 0;
+        *ideal = 0;
+        for (const auto& rank : timeline(schedule, cost)) {
+            double busy = 0;
+            for (const Interval& interval : rank) busy += interval.end - interval.start;
+            *ideal = std::max(*ideal, busy);
+            end = std::max(end, rank.back().end);
+        }
+        return end;
+    };
+    const int p = int(x.p), start = 2 * p + m % p;
+    double ideal = 0, total = 0;
+    if (m <= 4 * p || kind == ScheduleKind::gpipe) {
+        total = makespan(m, &ideal);
+    } else {
+        double ideal_before = 0;
+        const double before = makespan(start, &ideal_before);
+        total = makespan(start + p, &ideal);
+        const double periods = double(m - start - p) / p;
+        total += periods * (total - before);
+        ideal += periods * (ideal - ideal_before);
+    }
+    *bubble = (total - ideal) / ideal;
+    return total;
+}
+
+// The memory of the fullest device in bytes, by the function that `train` predicts with, in fp16.
+inline MemoryPlan memory_of(const Job& job, const Layout& x) {
+    GptConfig config;
+    config.layers = job.l;
+    config.hidden = job.h;
+    config.heads = job.a;
+    config.sequence = job.s;
+    config.vocab = job.V;
+    const int64_t m = job.B / (x.b * x.d);
+    const ScheduleKind kind = schedule_kind(job.schedule.empty() ? (x.v > 1 ? "interleaved" : "1f1b") : job.schedule);
+    // More than 2 p microbatches are never in flight, but with GPipe
+    const int64_t replayed = kind == ScheduleKind::gpipe ? m : std::min(m, 2 * x.p + m % x.p);
+    const Schedule schedule = make_schedule(kind, int(x.p), int(x.v), int(replayed));
+    const PipelineOptions options{job.recompute ? 1 : 0, job.scatter_gather};
+    MemoryPlan most;
+    for (int rank : {0, int(x.p) - 1}) {
+        const MemoryPlan plan = memory_plan(config, schedule, compile(schedule), int(x.t), 0, int(x.d), rank, x.b,
+                                            false, options, size_t(kWord));
+        if (plan.on_device() > most.on_device()) most = plan;
+    }
+    return most;
+}
+
+inline Prediction predict(const Job& job, const Layout& x, const Hardware& hw) {
+    Prediction result;
+    result.layout = x;
+    const int64_t m = job.B / (x.b * x.d);
+    result.pipeline = replayed_seconds(job, x, hw, int(m), &result.bubble);
+    // Gradients: rings over the data parallel group; devices of one tensor group fill a node first (§3.2). Tied
+    // embeddings: between first and last stage
+    const double bytes = kWord * parameters_per_device(job, x), node = hw.devices_per_node;
+    const double replicas_on_node = std::max(1.0, std::min(double(x.d), std::floor(node / double(x.t))));
+    result.data = ring_time(hw, bytes, double(x.d), replicas_on_node, 2);
+    if (x.p > 1) result.data += ring_time(hw, kWord * double(job.V * job.h) / double(x.t), 2, 1, 2);
+    result.optimizer = moving_time(hw, kOptimizerBytes * parameters_per_device(job, x));
+    result.seconds = result.pipeline + result.data + result.optimizer;
+    result.flops_per_device = job.flops() / result.seconds / double(x.devices());
+    result.share = result.flops_per_device / hw.peak;
+    const MemoryPlan memory = memory_of(job, x);
+    result.memory = memory.on_device();
+    result.weights_and_optimizer = memory.weights + memory.gradients + memory.optimizer;
+    result.fits = result.memory <= hw.memory;
+    return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The search
+
+// Seconds without a replay, for choosing what to replay: work over the busiest stage and the formula's bubble.
+inline double quick_seconds(const Job& job, const Layout& x, const Hardware& hw) {
+    const Pair layer = layer_time(hw, job, x), head = head_time(hw, job, x);
+    const double m = double(job.B) / double(x.b * x.d), layers = double(job.l) / double(x.p);
+    const double both = layers * (layer.forward * (job.recompute ? 2 : 1) + layer.backward) +
+                        2 * double(x.v) * message_time(hw, job, x);
+    const double bytes = kWord * parameters_per_device(job, x), node = hw.devices_per_node;
+    const double replicas_on_node = std::max(1.0, std::min(double(x.d), std::floor(node / double(x.t))));
+    return m * (both + head.forward + head.backward) + double(x.p - 1) / double(x.v) * both +
+           ring_time(hw, bytes, double(x.d), replicas_on_node, 2);
+}
+
+// A lower bound of a layout's memory: weights, gradients and optimizer of its layers, and the stage inputs in flight.
+inline double least_memory(const Job& job, const Layout& x) {
+    const double inputs =
+        double(std::min(x.p, job.B / (x.b * x.d))) * kWord * double(job.s * x.b * job.h) * double(job.l) / double(x.p);
+    return 18 * double(job.l) / double(x.p) * 12 * double(job.h) * double(job.h) / double(x.t) +
+           (job.recompute ? inputs : 0);
+}
+
+// The `count` fastest layouts of all that divide and fit, best first.
+inline std::vector<Prediction> search(const Job& job, int64_t devices, const Hardware& hw, size_t count) {
+    std::vector<std::pair<double, Layout>> quick;
+    auto divisors = [](int64_t n, int64_t most) {
+        std::vector<int64_t> list;
+        for (int64_t i = 1; i <= std::min(n, most); ++i)
+            if (n % i == 0) list.push_back(i);
+        return list;
+    };
+    for (int64_t t : divisors(devices, job.a))
+        for (int64_t p : divisors(devices / t, job.l))
+            for (int64_t v : divisors(std::max<int64_t>(1, job.l / p), 16))
+                for (int64_t b = 1; b <= 64; b *= 2) {
+                    const Layout x{p, t, devices / t / p, v, b};
+                    if (!why_not(job, x).empty() || least_memory(job, x) > hw.memory) continue;
+                    quick.push_back({quick_seconds(job, x, hw), x});
+                }
+    std::sort(quick.begin(), quick.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
+    std::vector<Prediction> found;
+    size_t tried = 0;
+    for (const auto& [seconds, x] : quick) {
+        if (found.size() >= count && tried >= 3 * count) break;
+        if (memory_of(job, x).on_device() > hw.memory) continue;
+        ++tried;
+        found.push_back(predict(job, x, hw));
+    }
+    std::sort(found.begin(), found.end(), [](const auto& x, const auto& y) { return x.seconds < y.seconds; });
+    if (found.size() > count) found.resize(count);
+    return found;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The paper's own measurements (TFLOP/s per GPU; Figure 17: sequences/s), read off its tables and plots
+
+struct PaperPoint {
+    std::string figure, series;
+    double x = 0;  // on the figure's horizontal axis
+    Job job;
+    Layout layout;
+    double measured = 0, rounding = 0;  // half of the last digit read
+    bool sequences = false;
+
+    std::string name() const {
+        return figure + (series.empty() ? "" : ", " + series) + ", " + axis() + " = " + options_detail::text(x);
+    }
+    const char* axis() const {
+        return figure == "Table 1" ? "h" : figure == "Figure 7" ? "b" : figure == "Figure 11" ? "p" : "B";
+    }
+    double predicted(const Hardware& hw) const {
+        const Prediction prediction = predict(job, layout, hw);
+        return sequences ? double(job.B) / prediction.seconds : prediction.flops_per_device / 1e12;
+    }
+};
+
+inline std::vector<PaperPoint> paper_points() {
+    std::vector<PaperPoint> points;
+    auto add = [&](const std::string& figure, const std::string& series, int64_t at, int64_t l, int64_t h, int64_t a,
+                   int64_t B, Layout x, double measured, bool recompute = true, bool sequences = false) {
+        Job job;
+        job.l = l;
+        job.h = h;
+        job.a = a;
+        job.B = B;
+        job.recompute = recompute;
+        points.push_back({figure, series, double(at), job, x, measured, sequences ? 0.05 : 0.5, sequences});
+    };
+    using options_detail::text;
+    struct Row {
+        int64_t a, h, l, t, p, B, b, v, d;
+        double measured;
+    };
+    for (const Row& r : std::vector<Row>{{24, 2304, 24, 1, 1, 512, 16, 1, 32, 137},
+                                         {32, 3072, 30, 2, 1, 512, 16, 1, 32, 138},
+                                         {32, 4096, 36, 4, 1, 512, 16, 1, 32, 142},
+                                         {48, 6144, 40, 8, 1, 1024, 8, 1, 32, 135},
+                                         {64, 8192, 48, 8, 2, 1536, 4, 1, 32, 138},
+                                         {80, 10240, 60, 8, 4, 1792, 2, 3, 32, 140},
+                                         {96, 12288, 80, 8, 8, 2304, 2, 2, 24, 148},
+                                         {128, 16384, 96, 8, 16, 2160, 1, 2, 15, 155},
+                                         {128, 20480, 105, 8, 35, 2520, 1, 3, 9, 163},
+                                         {160, 25600, 128, 8, 64, 3072, 1, 1, 6, 163}})
+        add("Table 1", "", r.h, r.l, r.h, r.a, r.B, {r.p, r.t, r.d, r.v, r.b}, r.measured);
+    int64_t b = 1;
+    for (double measured : {68, 78, 86, 89, 91}) {
+        add("Figure 7", "", b, 4, 4096, 128, b, {1, 1, 1, 1, b}, measured);
+        b *= 2;
+    }
+    for (const auto& [B, row] :
+         std::vector<std::pair<int64_t, std::vector<double>>>{{8, {165, 142, 121, 87}}, {128, {175, 169, 166, 161}}})
+        for (size_t i = 0; i < row.size(); ++i) {
+            const int64_t p = int64_t(1) << i;
+            add("Figure 11", "B = " + text(B), p, 3 * p, 20480, 128, B, {p, 8, 1, 1, 1}, row[i]);
+        }
+    for (const auto& [v, row] : std::vector<std::pair<int64_t, std::vector<double>>>{{1, {82, 109, 122, 130, 135}},
+                                                                                     {4, {119, 134, 141, 143, 146}}})
+        for (size_t i = 0; i < row.size(); ++i) {
+            const int64_t B = 12 * int64_t(i + 1);
+            add("Figure 12", "v = " + text(v), B, 96, 12288, 96, B, {12, 8, 1, v, 1}, row[i]);
+        }
+    for (const auto& [recompute, row] : std::vector<std::pair<bool, std::vector<double>>>{
+             {true, {.6, 1.0, 1.8, 3.0, 4.3, 5.7, 6.8, 7.4, 7.8}}, {false, {.7, 1.3, 2.3, 3.9}}})
+        for (size_t i = 0; i < row.size(); ++i) {
+            const int64_t B = int64_t(1) << i;
+            add("Figure 17", recompute ? "recomputing" : "not recomputing", B, 80, 12288, 96, B, {16, 8, 1, 1, 1},
+                row[i], recompute, true);
+        }
+    return points;
+}
+
+// How far a prediction is outside of the interval that a measured number was rounded from, relative.
+inline double paper_error(const PaperPoint& point, double predicted) {
+    const double low = point.measured - point.rounding, high = point.measured + point.rounding;
+    return predicted < low ? predicted / low - 1 : predicted > high ? predicted / high - 1 : 0.0;
+}
+
+// One SVG file per figure: measured as dots, predicted as lines.
+inline void draw_paper(const Hardware& hw, const std::string& dir) {
+    std::map<std::string, std::vector<PlotSeries>> figures;
+    std::map<std::string, const char*> axes;
+    const std::vector<PaperPoint> points = paper_points();
+    bool sequences = false;
+    for (const PaperPoint& point : points) {
+        std::vector<PlotSeries>& series = figures[point.figure];
+        if (series.empty() || series.back().name != point.series) series.push_back({point.series, {}});
+        series.back().points.push_back({point.x, point.predicted(hw), point.measured});
+        axes[point.figure] = point.axis();
+        sequences = point.sequences;
+    }
+    for (const auto& [figure, series] : figures) {
+        std::string name = figure;
+        std::replace(name.begin(), name.end(), ' ', '-');
+        const std::string path = dir + "/" + name + ".svg";
+        std::ofstream file(path, std::ios::binary);
+        file << plot_svg(figure + ": predicted (lines) and measured (dots)", axes[figure],
+                         sequences && figure == "Figure 17" ? "sequences/s" : "TFLOP/s per GPU", series);
+        file.close();
+        if (!file) throw UserError("--svg " + dir + ": cannot write " + path);
+    }
+}
+
+inline void compare_with_paper(const Hardware& hw, bool as_json) {
+    nlohmann::ordered_json list = nlohmann::ordered_json::array();
+    std::vector<double> errors;
+    if (!as_json)
+        std::printf("%s against the paper (TFLOP/s per GPU; Figure 17: sequences/s)\n%-44s %9s %9s %8s\n",
+                    hw.name.c_str(), "", "predicted", "measured", "error");
+    for (const PaperPoint& point : paper_points()) {
+        const double predicted = point.predicted(hw), error = paper_error(point, predicted);
+        errors.push_back(std::abs(error));
+        list.push_back(
+            {{"point", point.name()}, {"predicted", predicted}, {"measured", point.measured}, {"error", error}});
+        if (!as_json)
+            std::printf("%-44s %9.2f %9.1f %+7.1f%%\n", point.name().c_str(), predicted, point.measured, 100 * error);
+    }
+    std::sort(errors.begin(), errors.end());
+    const double median = errors[errors.size() / 2], largest = errors.back();
+    if (as_json)
+        std::printf("%s\n",
+                    nlohmann::ordered_json{{"points", list}, {"median_error", median}, {"largest_error", largest}}
+                        .dump(2)
+                        .c_str());
+    else
+        std::printf("%zu points: median error %.1f%%, largest %.1f%%\n", errors.size(), 100 * median, 100 * largest);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Answers
+
+inline double days_to_train(const Job& job, const Prediction& x, double tokens) {
+    return tokens / (double(job.B) * double(job.s)) * x.seconds / 86400;
+}
+
+inline std::string command_of(const Job& job, const Prediction& x) {
+    using options_detail::text;
+    const Layout& y = x.layout;
+    std::string command = "mpirun -np " + text(y.devices()) + " ./train --tp " + text(y.t) + " --pp " + text(y.p);
+    if (y.v > 1) command += " --vp " + text(y.v);
+    if (!job.schedule.empty()) command += " --schedule " + job.schedule;
+    command += " --micro-batch-size " + text(y.b) + " --global-batch-size " + text(job.B) + " --num-layers " +
+               text(job.l) + " --hidden-size " + text(job.h) + " --num-attention-heads " + text(job.a) +
+               " --seq-length " + text(job.s) + " --vocab-size " + text(job.V);
+    if (job.recompute) command += " --recompute-granularity full";
+    if (!job.scatter_gather) command += " --no-scatter-gather-tensors-in-pipeline";
+    return command + " --data-path ...";
+}
+
+// Why this layout, in one line: what each of its numbers is good for here.
+inline std::string reason_of(const Job& job, const Prediction& x, const Hardware& hw) {
+    using options_detail::text;
+    const Layout& y = x.layout;
+    std::string reason;
+    if (y.t > hw.devices_per_node)
+        reason = "t = " + text(y.t) + " spans nodes, whose links are slow for it (takeaway 1)";
+    else if (y.t == 1)
+        reason = "t = 1: no tensor traffic";
+    else
+        reason = "t = " + text(y.t) + " stays inside a node (takeaway 1)";
+    char part[256];
+    std::snprintf(part, sizeof part,
+                  "; p t = %ld leaves %.0f GB of weights and optimizer a device, d = %ld the rest (takeaway 2)",
+                  long(y.p * y.t), x.weights_and_optimizer / 1e9, long(y.d));
+    reason += part;
+    std::snprintf(part, sizeof part, "; b = %ld: m = %ld microbatches, bubble %.1f%% (takeaway 3)", long(y.b),
+                  long(job.B / (y.b * y.d)), 100 * x.bubble);
+    return reason + part;
+}
+
+inline nlohmann::ordered_json as_json(const Job& job, const Prediction& x, const Hardware& hw, double tokens) {
+    const Layout& y = x.layout;
+    nlohmann::ordered_json json = {{"t", y.t},
+                                   {"p", y.p},
+                                   {"d", y.d},
+                                   {"v", y.v},
+                                   {"b", y.b},
+                                   {"m", job.B / (y.b * y.d)},
+                                   {"gpus", y.devices()},
+                                   {"iteration_seconds", x.seconds},
+                                   {"pipeline_seconds", x.pipeline},
+                                   {"data_parallel_seconds", x.data},
+                                   {"optimizer_seconds", x.optimizer},
+                                   {"tflops_per_gpu", x.flops_per_device / 1e12},
+                                   {"share_of_peak", x.share},
+                                   {"sequences_per_second", double(job.B) / x.seconds},
+                                   {"bubble", x.bubble},
+                                   {"memory_gb", x.memory / 1e9},
+                                   {"fits", x.fits},
+                                   {"parameters", job.parameters()},
+                                   {"reason", reason_of(job, x, hw)},
+                                   {"command", command_of(job, x)}};
+    if (tokens > 0) json["days"] = days_to_train(job, x, tokens);
+    return json;
+}
+
+inline void print_predictions(const Job& job, const std::vector<Prediction>& list, const Hardware& hw, double tokens) {
+    std::printf("%.1f B parameters on %ld x %s; B = %ld, %s\n", job.parameters() / 1e9, long(list[0].layout.devices()),
+                hw.name.c_str(), long(job.B), job.recompute ? "recomputing activations" : "keeping activations");
+    std::printf("   t    p     d   v   b  s/iteration  TFLOP/s/GPU  of peak  bubble  memory GB%s\n",
+                tokens > 0 ? "    days" : "");
+    for (const Prediction& x : list) {
+        const Layout& y = x.layout;
+        std::printf("%4ld %4ld %5ld %3ld %3ld %12.3f %12.1f %7.1f%% %6.1f%% %10.1f", long(y.t), long(y.p), long(y.d),
+                    long(y.v), long(y.b), x.seconds, x.flops_per_device / 1e12, 100 * x.share, 100 * x.bubble,
+                    x.memory / 1e9);
+        if (tokens > 0) std::printf(" %7.1f", days_to_train(job, x, tokens));
+        std::printf("\n     %s\n     %s\n", reason_of(job, x, hw).c_str(), command_of(job, x).c_str());
+        if (!x.fits)
+            std::printf("     WARNING: does not fit: %.1f GB are needed, a device has %.1f\n", x.memory / 1e9,
+                        hw.memory / 1e9);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The program
+
 struct PlanOptions {
-    bool draw_schedule = false;
-    std::string schedule;        // default: interleaved if v > 1, else 1f1b
-    int64_t p = 4, v = 1;        // pipeline ranks, model chunks per rank
-    int64_t m = 8;               // microbatches
-    double forward_time = 1;     // of a microbatch on one device: all its chunks
-    double backward_time = 0;    // 0: twice the forward's
-    std::string svg;             // file
-    std::string color = "auto";  // auto, always or never
+    bool draw_schedule = false, paper = false, json = false;
+    int64_t gpus = 0, d = 0, b = 0, top = 5;
+    Job job;
+    std::string recompute = "full", hardware = "a100";
+    bool no_scatter_gather = false, no_fusion = false;
+    double train_tokens = 0;
+    std::string schedule;         // default: interleaved if v > 1, else 1f1b
+    int64_t t = 1, p = 4, v = 1;  // tensor ranks, pipeline ranks, model chunks per rank
+    int64_t m = 8;                // microbatches
+    double forward_time = 1;      // of a microbatch on one device: all its chunks
+    double backward_time = 0;     // 0: twice the forward's
+    std::string svg;              // file
+    std::string color = "auto";   // auto, always or never
+    bool layout_given = false;    // --tp --pp --dp --vp --micro-batch-size
 };
 
 inline void add_options(CLI::App& app, PlanOptions& o) {
     app.option_defaults()->always_capture_default();
-    app.add_flag("--draw-schedule", o.draw_schedule, "draw a pipeline schedule's timeline");
-    app.add_option("--schedule", o.schedule, "gpipe, 1f1b or interleaved; default: interleaved if v > 1, else 1f1b");
-    app.add_option("--pipeline-model-parallel-size,--pp", o.p, "p: ranks in the pipeline");
-    app.add_option("--virtual-pipeline-size,--vp", o.v, "v: model chunks per rank");
-    app.add_option("--microbatches", o.m, "m: microbatches per iteration");
-    app.add_option("--forward-time", o.forward_time, "time of a microbatch's forward on one device");
-    app.add_option("--backward-time", o.backward_time, "of its backward; 0: twice the forward's");
-    app.add_option("--svg", o.svg, "also write the picture to this SVG file");
-    app.add_option("--color", o.color, "auto (when the output is a terminal), always or never");
+    app.add_option("--gpus", o.gpus, "find the best layouts for so many devices")->group("Planning");
+    app.add_flag("--paper", o.paper, "predict the paper's Table 1 and Figures 7, 11, 12 and 17")->group("Planning");
+    app.add_option("--num-layers", o.job.l, "l")->group("Planning");
+    app.add_option("--hidden-size", o.job.h, "h")->group("Planning");
+    app.add_option("--num-attention-heads", o.job.a, "a")->group("Planning");
+    app.add_option("--seq-length", o.job.s, "s")->group("Planning");
+    app.add_option("--vocab-size", o.job.V, "V")->group("Planning");
+    app.add_option("--global-batch-size", o.job.B, "B")->group("Planning");
+    app.add_option("--hardware", o.hardware, "a100, h100 or a file like examples/hardware/template.json")
+        ->group("Planning");
+    app.add_option("--recompute-granularity", o.recompute, "full, or none: keep every activation")->group("Planning");
+    app.add_flag("--no-scatter-gather-tensors-in-pipeline", o.no_scatter_gather, "without section 4.1")
+        ->group("Planning");
+    app.add_flag("--no-fusion", o.no_fusion, "without section 4.2's fused kernels")->group("Planning");
+    app.add_option("--train-tokens", o.train_tokens, "also say how many days so many tokens take")->group("Planning");
+    app.add_option("--top", o.top, "how many layouts")->group("Planning");
+    app.add_flag("--json", o.json, "answer in JSON")->group("Planning");
+    app.add_option("--tensor-model-parallel-size,--tp", o.t,
+                   "t; with --pp, --dp, --vp and --micro-batch-size: this layout only")
+        ->group("Layout");
+    app.add_option("--dp", o.d, "d: data parallel size")->group("Layout");
+    app.add_option("--micro-batch-size", o.b, "b: samples in a microbatch")->group("Layout");
+    app.add_flag("--draw-schedule", o.draw_schedule, "draw a pipeline schedule's timeline")->group("Pictures");
+    app.add_option("--schedule", o.schedule, "gpipe, 1f1b or interleaved; default: interleaved if v > 1, else 1f1b")
+        ->group("Layout");
+    app.add_option("--pipeline-model-parallel-size,--pp", o.p, "p: ranks in the pipeline")->group("Layout");
+    app.add_option("--virtual-pipeline-size,--vp", o.v, "v: model chunks per rank")->group("Layout");
+    app.add_option("--microbatches", o.m, "m: microbatches per iteration")->group("Pictures");
+    app.add_option("--forward-time", o.forward_time, "time of a microbatch's forward on one device")->group("Pictures");
+    app.add_option("--backward-time", o.backward_time, "of its backward; 0: twice the forward's")->group("Pictures");
+    app.add_option("--svg", o.svg, "also write the picture to this SVG file; --paper: the figures to this directory")
+        ->group("Pictures");
+    app.add_option("--color", o.color, "auto (when the output is a terminal), always or never")->group("Pictures");
 }
 
-// Checks the options and fills in what follows from them. Throws UserError.
-inline void validate(PlanOptions& o) {
+// --draw-schedule's options, and what follows from them. Throws UserError.
+inline void validate_picture(PlanOptions& o) {
     using namespace options_detail;
     in_range("--pipeline-model-parallel-size", o.p, 1, 256);
     in_range("--virtual-pipeline-size", o.v, 1, 64);
@@ -57,6 +641,66 @@ inline void validate(PlanOptions& o) {
         throw UserError("--microbatches " + text(o.m) + " is not a multiple of --pipeline-model-parallel-size " +
                         text(o.p) + ", as --schedule interleaved needs: nearest valid numbers are " +
                         nearest_multiples(o.m, o.p));
+}
+
+// The same for planning.
+inline void validate_plan(PlanOptions& o) {
+    using namespace options_detail;
+    in_range("--num-layers", o.job.l, 1, 10000);
+    in_range("--hidden-size", o.job.h, 1, kLargestSize);
+    in_range("--num-attention-heads", o.job.a, 1, kLargestSize);
+    in_range("--seq-length", o.job.s, 1, kLargestSize);
+    in_range("--vocab-size", o.job.V, 1, int64_t(1) << 30);
+    in_range("--global-batch-size", o.job.B, 1, int64_t(1) << 24);
+    if (!o.paper && !o.layout_given) in_range("--gpus", o.gpus, 1, int64_t(1) << 20);
+    in_range("--top", o.top, 1, 1000);
+    if (!(o.train_tokens >= 0 && o.train_tokens <= 1e18))
+        throw UserError("--train-tokens is " + text(o.train_tokens) + ": it must be from 0 to 1e18");
+    if (o.job.h % o.job.a != 0)
+        throw UserError("--hidden-size " + text(o.job.h) + " is not a multiple of --num-attention-heads " +
+                        text(o.job.a) + ": nearest valid sizes are " + nearest_multiples(o.job.h, o.job.a));
+    one_of("--recompute-granularity", o.recompute, {"full", "none"});
+    if (!o.schedule.empty()) one_of("--schedule", o.schedule, kSchedules);
+    o.job.recompute = o.recompute == "full";
+    o.job.scatter_gather = !o.no_scatter_gather;
+    o.job.fusion = !o.no_fusion;
+    o.job.schedule = o.schedule;
+    if (!o.layout_given) return;
+    in_range("--tensor-model-parallel-size", o.t, 1, int64_t(1) << 20);
+    in_range("--pipeline-model-parallel-size", o.p, 1, 1024);
+    in_range("--dp", o.d, 1, int64_t(1) << 20);
+    in_range("--virtual-pipeline-size", o.v, 1, 1024);
+    in_range("--micro-batch-size", o.b, 1, kLargestSize);
+    choose_schedule(o.job.schedule, o.v);
+    const std::string why = why_not(o.job, {o.p, o.t, o.d, o.v, o.b});
+    if (!why.empty()) throw UserError(why);
+    if (o.gpus > 0 && o.gpus != o.p * o.t * o.d)
+        throw UserError("--gpus is " + text(o.gpus) + ", but --tp " + text(o.t) + " x --pp " + text(o.p) + " x --dp " +
+                        text(o.d) + " is " + text(o.p * o.t * o.d) + ": leave --gpus out, or make them equal");
+}
+
+inline void plan(const PlanOptions& o) {
+    const Hardware hw = read_hardware(o.hardware);
+    if (o.paper) {
+        if (!o.svg.empty()) draw_paper(hw, o.svg);
+        return compare_with_paper(hw, o.json);
+    }
+    std::vector<Prediction> list;
+    if (o.layout_given)
+        list.push_back(predict(o.job, {o.p, o.t, o.d, o.v, o.b}, hw));
+    else
+        list = search(o.job, o.gpus, hw, size_t(o.top));
+    if (list.empty())
+        throw UserError("no layout of this model on " + options_detail::text(o.gpus) +
+                        " devices divides evenly and fits in " + options_detail::text(hw.memory / 1e9) +
+                        " GB: try more --gpus, another --global-batch-size or " + "--recompute-granularity full");
+    if (o.json) {
+        nlohmann::ordered_json all = nlohmann::ordered_json::array();
+        for (const Prediction& x : list) all.push_back(as_json(o.job, x, hw, o.train_tokens));
+        std::printf("%s\n", (o.layout_given ? all[0] : all).dump(2).c_str());
+    } else {
+        print_predictions(o.job, list, hw, o.train_tokens);
+    }
 }
 
 inline void draw_schedule(const PlanOptions& o) {
@@ -86,17 +730,29 @@ inline void draw_schedule(const PlanOptions& o) {
 
 int main(int argc, char** argv) {
     PlanOptions options;
-    CLI::App app{"Draws the schedules of pipeline parallelism (PTD-P, SC'21).", "plan"};
+    CLI::App app{"Plans layouts and draws the schedules of pipeline parallelism (PTD-P, SC'21).", "plan"};
     add_options(app, options);
     try {
         app.parse(argc, argv);
-        if (!options.draw_schedule) {
-            if (argc > 1) throw UserError("nothing to do: give --draw-schedule");
+        int given = 0;
+        for (const char* flag : {"--tp", "--pp", "--dp", "--vp", "--micro-batch-size"}) given += app.count(flag) > 0;
+        options.layout_given = given == 5;
+        if (options.draw_schedule) {
+            validate_picture(options);
+            draw_schedule(options);
+        } else if (options.paper || app.count("--gpus") > 0 || options.layout_given) {
+            if (!options.paper && !options.layout_given && given > 0)
+                throw UserError("--tp, --pp, --dp, --vp and --micro-batch-size name one layout together, but " +
+                                std::to_string(given) + " of the 5 are given: give all, or none to search");
+            validate_plan(options);
+            plan(options);
+        } else {
+            if (argc > 1)
+                throw UserError(
+                    "nothing to do: give --gpus N, a whole layout (--tp --pp --dp --vp --micro-batch-size), "
+                    "--paper or --draw-schedule");
             std::printf("%s", app.help().c_str());
-            return 0;
         }
-        validate(options);
-        draw_schedule(options);
     } catch (const CLI::CallForHelp&) {
         std::printf("%s", app.help().c_str());
     } catch (const CLI::ParseError& error) {

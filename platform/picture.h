@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -108,6 +109,75 @@ inline std::string draw_svg(const std::vector<PictureRow>& rows, const std::stri
                           x + width / 2, y + 17, shade == 0 ? "white" : "black", picture_label(op, chunks).c_str());
             svg += line;
         }
+    }
+    return svg + "</svg>\n";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Plots: lines for what is predicted, dots for what was measured
+
+struct PlotPoint {
+    double x = 0, predicted = 0, measured = 0;
+};
+struct PlotSeries {
+    std::string name;
+    std::vector<PlotPoint> points;
+};
+
+// An SVG picture with labelled axes, x on a logarithmic scale to the base 2 and y from 0.
+inline std::string plot_svg(const std::string& title, const std::string& x_label, const std::string& y_label,
+                            const std::vector<PlotSeries>& series) {
+    const double width = 640, height = 400, left = 60, right = 150, top = 40, bottom = 50;
+    double least = 1e300, most = 0, highest = 0;
+    for (const PlotSeries& one : series)
+        for (const PlotPoint& point : one.points) {
+            least = std::min(least, point.x);
+            most = std::max(most, point.x);
+            highest = std::max({highest, point.predicted, point.measured});
+        }
+    const double span = std::max(std::log2(most / least), 1e-9);
+    auto x_of = [&](double x) { return left + (width - left - right) * std::log2(x / least) / span; };
+    auto y_of = [&](double y) { return height - bottom - (height - top - bottom) * y / (1.05 * highest); };
+    std::string svg;
+    auto put = [&](const char* format, auto... values) {
+        char text[512];
+        std::snprintf(text, sizeof text, format, values...);
+        svg += text;
+    };
+    put("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" font-family=\"sans-serif\" "
+        "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n",
+        width, height);
+    put("<text x=\"%.0f\" y=\"22\" font-size=\"14\">%s</text>\n", left, title.c_str());
+    put("<text x=\"%.0f\" y=\"%.0f\" text-anchor=\"middle\">%s</text>\n", (left + width - right) / 2, height - 12,
+        x_label.c_str());
+    put("<text transform=\"translate(16,%.0f) rotate(-90)\" text-anchor=\"middle\">%s</text>\n",
+        (top + height - bottom) / 2, y_label.c_str());
+    const double step = std::pow(10, std::floor(std::log10(highest))) /
+                        (highest < 3 * std::pow(10, std::floor(std::log10(highest))) ? 4 : 1);
+    for (double y = 0; y <= 1.05 * highest; y += step) {
+        put("<line x1=\"%.1f\" y1=\"%.1f\" x2=\"%.1f\" y2=\"%.1f\" stroke=\"#ddd\"/>\n", left, y_of(y), width - right,
+            y_of(y));
+        put("<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", left - 6, y_of(y) + 4, y);
+    }
+    std::set<double> marks;
+    for (const PlotSeries& one : series)
+        for (const PlotPoint& point : one.points) marks.insert(point.x);
+    double last = -1e300;
+    for (double x : marks) {
+        if (x_of(x) - last < 46) continue;  // labels would overlap
+        last = x_of(x);
+        put("<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%g</text>\n", last, height - bottom + 18, x);
+    }
+    const char* colours[] = {"#1f5fb4", "#c0392b", "#2e8b57", "#8e44ad"};
+    for (size_t i = 0; i < series.size(); ++i) {
+        const char* colour = colours[i % 4];
+        svg += "<polyline fill=\"none\" stroke-width=\"2\" stroke=\"" + std::string(colour) + "\" points=\"";
+        for (const PlotPoint& point : series[i].points) put("%.1f,%.1f ", x_of(point.x), y_of(point.predicted));
+        svg += "\"/>\n";
+        for (const PlotPoint& point : series[i].points)
+            put("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"%s\"/>\n", x_of(point.x), y_of(point.measured), colour);
+        put("<text x=\"%.1f\" y=\"%.1f\" fill=\"%s\">%s</text>\n", width - right + 12, top + 20.0 * double(i + 1),
+            colour, series[i].name.c_str());
     }
     return svg + "</svg>\n";
 }

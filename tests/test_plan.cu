@@ -1,0 +1,252 @@
+// plan.cu's performance model: against the paper's own measurements and formulas, and the program's answers and
+// refusals. (Pictures of schedules: tests/test_train.cu.)
+#define main plan_main  // this program's main is the harness's
+#include "plan.cu"
+#undef main
+
+#include "tests/program.h"
+
+namespace {
+
+Job job_of(int64_t l, int64_t h, int64_t a, int64_t B) {
+    Job job;
+    job.l = l;
+    job.h = h;
+    job.a = a;
+    job.B = B;
+    return job;
+}
+
+RunResult run_plan(const Words& flags) { return run_command(Words{program("plan")} + flags); }
+
+}  // namespace
+
+TEST_CASE("the paper's 46 points: median error at most 4%, largest at most 15%") {
+    const Hardware hw = read_hardware("a100");
+    std::vector<double> errors;
+    for (const PaperPoint& point : paper_points()) {
+        const double error = paper_error(point, point.predicted(hw));
+        CHECK_MESSAGE(std::abs(error) <= 0.15, point.name());
+        errors.push_back(std::abs(error));
+    }
+    REQUIRE(errors.size() == 46);
+    std::sort(errors.begin(), errors.end());
+    CHECK(errors[23] <= 0.04);
+    PaperPoint point = paper_points()[0];
+    CHECK(paper_error(point, point.measured + 0.4) == 0);  // inside of what was rounded
+    CHECK(paper_error(point, 2 * (point.measured + 0.5)) == doctest::Approx(1));
+    CHECK(paper_error(point, 0.5 * (point.measured - 0.5)) == doctest::Approx(-0.5));
+}
+
+TEST_CASE("eq. 2 gives Table 1's parameters; eq. 4's days") {
+    const std::vector<double> billions = {1.7, 3.6, 7.5, 18.4, 39.1, 76.1, 145.6, 310.1, 529.6, 1008.0};
+    const std::vector<PaperPoint> points = paper_points();
+    for (size_t i = 0; i < billions.size(); ++i)
+        CHECK(std::abs(points[i].job.parameters() / 1e9 - billions[i]) <= 0.06);
+    // 8 T P / (n X) leaves out s/(6h) and V/(16 l h): 175B, 300B tokens, 1024 GPUs at 140 TFLOP/s take 34 days
+    const Job job = job_of(96, 12288, 96, 1536);
+    Prediction at_140;
+    at_140.seconds = job.flops() / (1024 * 140e12);
+    CHECK(days_to_train(job, at_140, 300e9) == doctest::Approx(34).epsilon(0.05));
+}
+
+TEST_CASE("replayed pipelines: the formulas' bubbles, and what is not replayed") {
+    Hardware hw = read_hardware("a100");
+    hw.exchange = 0;
+    hw.network_link = hw.device_link = 1e30;
+    Job job = job_of(48, 4096, 32, 512);
+    job.V = 1;  // no output layer to speak of
+    for (int64_t p : {2, 4, 8})
+        for (int64_t v : {1, 2, 3}) {
+            const Layout x{p, 8, 1, v, 1};
+            for (int64_t m : {p, 2 * p, 3 * p, 8 * p, 16 * p}) {
+                CAPTURE(p);
+                CAPTURE(v);
+                CAPTURE(m);
+                double bubble = 0;
+                const double seconds = replayed_seconds(job, x, hw, int(m), &bubble);
+                // The output layer with V = 1 adds a little to the last rank
+                CHECK(bubble == doctest::Approx(bubble_formula(int(p), int(v), int(m))).epsilon(0.01));
+                // The whole table, replayed without any shortcut
+                const Pair layer = layer_time(hw, job, x), head = head_time(hw, job, x);
+                const double layers = 48.0 / double(p * v);
+                const Schedule schedule = make_schedule(v > 1 ? ScheduleKind::interleaved : ScheduleKind::one_f_one_b,
+                                                        int(p), int(v), int(m));
+                double end = 0;
+                for (const auto& rank : timeline(schedule, [&](int r, const Op&op) {
+                         const bool last = r == p - 1 && op.chunk == v - 1;
+                         return op.forward ? layers * layer.forward + (last ? head.forward : 0)
+                                           : layers * (layer.backward + layer.forward) + (last ? head.backward : 0);
+                     }))
+                    end = std::max(end, rank.back().end);
+                CHECK(seconds == doctest::Approx(end).epsilon(1e-9));
+            }
+        }
+}
+
+TEST_CASE("takeaway 1: of all (t, p) with t p = 64, tensor parallelism within a node is fastest") {
+    const Hardware hw = read_hardware("a100");
+    for (int64_t B : {32, 128}) {
+        const Job job = job_of(64, 20480, 128, B);
+        int64_t best = 0;
+        double least = 1e300;
+        for (int64_t t = 1; t <= 64; t *= 2) {
+            const double seconds = predict(job, {64 / t, t, 1, 1, 1}, hw).seconds;
+            if (seconds < least) {
+                least = seconds;
+                best = t;
+            }
+        }
+        CHECK(best == 8);
+    }
+}
+
+TEST_CASE("takeaway 2: data parallelism is faster than more model parallelism than the model needs") {
+    const Hardware hw = read_hardware("a100");
+    const Job job = job_of(32, 3840, 32, 512);  // 5.9 B parameters
+    // Against the same with a larger pipeline, and with larger tensor groups than a node
+    double before = 0;
+    for (int64_t p : {1, 2, 4, 8, 16, 32}) {
+        const double rate = predict(job, {p, 2, 32 / p, 1, 1}, hw).flops_per_device;
+        if (before > 0) CHECK(rate < before);
+        before = rate;
+    }
+    for (const Prediction& x : search(job, 64, hw, 3)) CHECK(x.layout.p * x.layout.t <= 8);
+}
+
+TEST_CASE("takeaway 3: the best microbatch size depends on model, p, d and B") {
+    const Hardware hw = read_hardware("a100");
+    auto best = [&](const Job& job, int64_t p, int64_t t, int64_t d) {
+        int64_t best_b = 0;
+        double least = 1e300;
+        for (int64_t b : {1, 2, 4, 8, 16}) {
+            if (!why_not(job, {p, t, d, 1, b}).empty()) continue;
+            const double seconds = predict(job, {p, t, d, 1, b}, hw).seconds;
+            if (seconds < least) {
+                least = seconds;
+                best_b = b;
+            }
+        }
+        return best_b;
+    };
+    // A deep pipeline with few samples wants small microbatches, no pipeline large ones
+    CHECK(best(job_of(32, 15360, 128, 32), 8, 8, 1) < best(job_of(4, 4096, 128, 32), 1, 1, 1));
+    CHECK(best(job_of(32, 15360, 128, 32), 8, 8, 1) < best(job_of(32, 15360, 128, 2048), 8, 8, 1));
+}
+
+TEST_CASE("what does not fit is never proposed; an explicit layout that does not fit says so") {
+    Hardware hw = read_hardware("a100");
+    for (double gigabytes : {20.0, 40.0, 80.0}) {
+        hw.memory = 1e9 * gigabytes;
+        for (const Prediction& x : search(job_of(48, 8192, 64, 1536), 512, hw, 20)) {
+            CHECK(x.fits);
+            CHECK(x.memory <= hw.memory);
+            CHECK(x.layout.devices() == 512);
+            CHECK(why_not(job_of(48, 8192, 64, 1536), x.layout).empty());
+        }
+    }
+    const Words model = {"--num-layers",          "96", "--hidden-size",       "12288",
+                         "--num-attention-heads", "96", "--global-batch-size", "64"};
+    const RunResult large =
+        run_plan(model + Words{"--tp", "8", "--pp", "1", "--dp", "8", "--vp", "1", "--micro-batch-size", "1"});
+    CHECK(large.status == 0);
+    CHECK(contains(large.output, "WARNING: does not fit"));
+    const RunResult none = run_plan(model + Words{"--gpus", "8"});
+    CHECK(none.status == 2);
+    CHECK(contains(none.output, "fits in 80 GB"));
+}
+
+TEST_CASE("plan answers: a search, one layout, JSON, and what flags change") {
+    const Words model = {"--num-layers",          "96", "--hidden-size",       "12288",
+                         "--num-attention-heads", "96", "--global-batch-size", "1536"};
+    const RunResult found = run_plan(model + Words{"--gpus", "1024", "--train-tokens", "300e9", "--json"});
+    REQUIRE_MESSAGE(found.status == 0, found.output);
+    const json list = json::parse(found.output);
+    REQUIRE(list.size() == 5);
+    for (size_t i = 0; i < list.size(); ++i) {
+        const json& x = list[i];
+        CHECK(x["gpus"] == 1024);
+        CHECK(x["memory_gb"] <= 80);
+        CHECK(x["days"] > 20);
+        CHECK(x["days"] < 40);
+        CHECK(contains(x["reason"], "takeaway"));
+        CHECK(contains(x["command"], "mpirun -np 1024 ./train"));
+        if (i > 0) CHECK(x["iteration_seconds"] >= list[i - 1]["iteration_seconds"]);
+    }
+    // The best one, asked for by itself
+    const json& best = list[0];
+    auto number = [&](const char* name) { return best[name].dump(); };
+    const Words layout =
+        model + Words{"--tp",      number("t"),          "--pp",      number("p"), "--dp", number("d"), "--vp",
+                      number("v"), "--micro-batch-size", number("b"), "--json"};
+    auto seconds = [&](const Words& more) {
+        const RunResult result = run_plan(layout + more);
+        REQUIRE_MESSAGE(result.status == 0, result.output);
+        return json::parse(result.output)["iteration_seconds"].get<double>();
+    };
+    const double plain = seconds({});
+    CHECK(plain == doctest::Approx(best["iteration_seconds"].get<double>()));
+    CHECK(seconds({"--no-fusion"}) > 1.05 * plain);
+    CHECK(seconds({"--no-scatter-gather-tensors-in-pipeline"}) > plain);
+    CHECK(seconds({"--recompute-granularity", "none"}) < 0.9 * plain);
+    CHECK(seconds({"--hardware", "h100"}) < plain);
+    TempDir dir;
+    const RunResult paper = run_plan({"--paper", "--svg", dir.path.string()});
+    CHECK(paper.status == 0);
+    CHECK(contains(paper.output, "46 points"));
+    CHECK(contains(paper.output, "Figure 17, not recomputing, B = 8 "));
+    size_t dots = 0;
+    for (const char* name : {"Table-1", "Figure-7", "Figure-11", "Figure-12", "Figure-17"}) {
+        const std::string svg = read_file(dir.file(std::string(name) + ".svg"));
+        CHECK(contains(svg, "</svg>"));
+        for (size_t at = 0; (at = svg.find("<circle", at)) != std::string::npos; ++at) ++dots;
+    }
+    CHECK(dots == 46);
+    CHECK(run_plan({"--paper", "--svg", dir.file("no/where")}).status == 2);
+}
+
+TEST_CASE("plan refuses: sizes, layouts, hardware") {
+    TempDir dir;
+    const std::string good = read_file("examples/hardware/a100.json");
+    REQUIRE(!good.empty());
+    auto hardware = [&](const std::string& name, std::string text) {
+        write_file(dir.file(name), text);
+        return Words{"--paper", "--hardware", dir.file(name)};
+    };
+    auto replaced = [&](const std::string& from, const std::string& to) {
+        std::string text = good;
+        text.replace(text.find(from), from.size(), to);
+        return text;
+    };
+    const Words layout = {"--tp", "8", "--pp", "4", "--dp", "2", "--vp", "1", "--micro-batch-size", "1"};
+    const std::vector<std::pair<Words, Words>> mistakes = {
+        {{"--gpus", "0"}, {"--gpus is 0"}},
+        {{"--num-layers", "24"}, {"nothing to do"}},
+        {{"--gpus", "-1"}, {"--gpus", "-1"}},
+        {{"--gpus", "8", "--tp", "8"}, {"1 of the 5"}},
+        {{"--gpus", "8", "--hidden-size", "100", "--num-attention-heads", "24"}, {"100", "24", "96 or 120"}},
+        {{"--gpus", "8", "--train-tokens", "-1"}, {"--train-tokens"}},
+        {{"--gpus", "8", "--recompute-granularity", "some"}, {"--recompute-granularity", "some"}},
+        {layout + Words{"--num-layers", "5"}, {"--num-layers 5", "4"}},
+        {layout + Words{"--global-batch-size", "7"}, {"--global-batch-size 7", "2"}},
+        {layout + Words{"--gpus", "65"}, {"65", "64"}},
+        {layout + Words{"--num-attention-heads", "12"}, {"12", "8"}},
+        {{"--paper", "--hardware", "b200"}, {"--hardware b200"}},
+        {{"--paper", "--hardware", dir.file("none.json")}, {"none.json"}},
+        {hardware("empty", ""), {"not a JSON object"}},
+        {hardware("list", "[1, 2]"), {"not a JSON object"}},
+        {hardware("deep", std::string(60000, '[')), {"not a JSON object"}},
+        {hardware("cut", good.substr(0, good.size() / 2)), {"not a JSON object"}},
+        {hardware("huge", std::string(100000, ' ') + good), {"not a JSON object"}},
+        {hardware("text", replaced("312", "\"fast\"")), {"peak_tflops", "not a number"}},
+        {hardware("zero", replaced("2039", "0")), {"memory_gb_per_s", "is 0"}},
+        {hardware("negative", replaced("130", "-130")), {"gemm_half_size", "-130"}},
+        {hardware("infinite", replaced("312", "1e999")), {"not a JSON object"}},
+        {hardware("missing", replaced("exchange_ms", "exchange")), {"exchange_ms", "missing"}}};
+    for (const auto& [flags, expected] : mistakes) {
+        const RunResult result = run_plan(flags);
+        CAPTURE(result.output);
+        CHECK(result.status == 2);
+        for (const std::string& part : expected) CHECK_MESSAGE(contains(result.output, part), part);
+    }
+}
