@@ -14,6 +14,15 @@ __global__ void missed_shuffle_kernel(float* x) {
 __global__ void wrong_mask_kernel(float* x) { x[threadIdx.x] = __shfl_xor_sync(0xffffu, x[threadIdx.x], 1); }
 __global__ void beyond_kernel(float* x, int n) { x[n + threadIdx.x] = 1; }
 __global__ void before_kernel(float* x) { x[-1 - int(threadIdx.x)] = 1; }
+__global__ void off_by_one_kernel(const float* x, float* y, int n) {
+    for (int j = threadIdx.x; j <= n; j += blockDim.x) y[j % n] = x[j];
+}
+// Each thread uses its own part of the sum for all
+__global__ void missing_reduction_kernel(const float* x, float* y, int n) {
+    float sum = 0;
+    for (int j = threadIdx.x; j < n; j += blockDim.x) sum += x[j];
+    for (int j = threadIdx.x; j < n; j += blockDim.x) y[j] = x[j] / sum;
+}
 // Reads what its neighbour may or may not have written yet
 __global__ void race_kernel(float* x) {
     const unsigned next = (threadIdx.x + 1) % blockDim.x;
@@ -54,6 +63,17 @@ TEST_CASE("fault: beyond an allocation") {
     TestDevice device;
     auto x = device.zeros(64);
     launch<beyond_kernel>(device.device, 1, 64, x.data, 64);
+}
+TEST_CASE("fault: an off-by-one read") {
+    TestDevice device;
+    auto x = device.random(64, 1), y = device.zeros(64);
+    launch<off_by_one_kernel>(device.device, 1, 64, x.data, y.data, 64);
+}
+TEST_CASE("fault: a missing reduction") {
+    TestDevice device;
+    auto x = device.integers(100, 1), y = device.zeros(100);
+    launch<missing_reduction_kernel>(device.device, 1, kBlock, x.data, y.data, 100);
+    device.floats(y);
 }
 TEST_CASE("fault: in the rest of an allocation's last line") {
     TestDevice device;
