@@ -138,9 +138,9 @@ build-tests: $(if $(filter train plan checkpoint precision,$(ONLY)),$(BUILD)/tra
 mixed-%:
 	@$(MAKE) --no-print-directory PRECISION=$* $(addprefix $(BUILD)-$*/,train test_layouts test_gpt fibers/test_gpt)
 
-# BENCH="kernels one parallel layouts checkpoints precision": only these tables. PYTHON: one that can import PyTorch
+# BENCH="kernels one parallel layouts checkpoints plan precision": only these tables. PYTHON: one that can import PyTorch
 bench: deps
-	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench $(if $(DEFINES),,bench-bf16)
+	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench $(BUILD)/plan $(if $(DEFINES),,bench-bf16)
 	@BF16_BENCH=$(if $(DEFINES),,$(BUILD)-bf16/bench) $(BUILD)/bench $(BENCH)
 bench-bf16:
 	@$(MAKE) --no-print-directory PRECISION=bf16 $(BUILD)-bf16/bench

@@ -32,6 +32,7 @@ struct Hardware {
     std::string name;
     double peak = 0, memory_rate = 0, memory = 0;
     int devices_per_node = 1;
+    double word = 2;  // bytes of a weight in use, an activation, a gradient in a message: fp16 in the paper (§5)
     double device_link = 0;   // per device, inside a node
     double network_link = 0;  // per device, one of as many network links as a node has devices
     // Set on Table 1 and Figures 7, 11, 12 and 17 together (least cubes of the relative errors):
@@ -67,6 +68,7 @@ inline Hardware read_hardware(const std::string& name) {
     hw.peak = 1e12 * number("peak_tflops", 1e-6, 1e9);
     hw.memory_rate = 1e9 * number("memory_gb_per_s", 1e-3, 1e9);
     hw.memory = 1e9 * number("memory_gb", 1e-3, 1e9);
+    hw.word = number("bytes_per_value", 1, 8);
     hw.devices_per_node = int(number("devices_per_node", 1, 4096));
     hw.device_link = 1e9 * number("device_link_gb_per_s", 1e-6, 1e9);
     hw.network_link = 1e9 * number("network_link_gb_per_s", 1e-6, 1e9);
@@ -76,6 +78,72 @@ inline Hardware read_hardware(const std::string& name) {
     hw.device_link_share = number("device_link_share", 1e-6, 1);
     hw.network_share = number("network_share", 1e-6, 1);
     hw.exchange = 1e-3 * number("exchange_ms", 0, 1e6);
+    return hw;
+}
+
+// This machine's rates with as many ranks as there are now, each with its share of the cores. Takes a few seconds;
+// collective. The constants that a hardware file holds come from two sizes of GEMM and a few kernels against a copy.
+inline Hardware measure_this_machine() {
+    int ranks = 1;
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    if (!std::getenv("OMP_NUM_THREADS")) omp_set_num_threads(std::max(1, omp_get_num_procs() / ranks));
+    const auto grid = make_grid(1, ranks, 1);
+    Device device;
+    auto seconds_of = [&](const std::function<void()>& run) {  // the median of 7, all ranks at once
+        std::vector<double> list;
+        for (int i = 0; i < 8; ++i) {
+            CUDA_CHECK(cudaStreamSynchronize(device.stream));
+            MPI_FINISH(MPI_Ibarrier, MPI_COMM_WORLD);
+            const double start = now();
+            run();
+            CUDA_CHECK(cudaStreamSynchronize(device.stream));
+            if (i > 0) list.push_back(now() - start);
+        }
+        std::sort(list.begin(), list.end());
+        return list[list.size() / 2];
+    };
+    constexpr int64_t large = 1024, small = 128, T = 1024, h = 512;
+    DeviceBuffer<real> a(large * large), b(large * large), c(large * large);
+    auto gemm_rate = [&](int64_t n) {
+        const int times = n == small ? 100 : 1;
+        return times * 2 * double(n) * double(n) * double(n) / seconds_of([&] {
+                   for (int i = 0; i < times; ++i) gemm(device, n, n, n, {a.data, n}, {b.data, n}, c.data, n);
+               });
+    };
+    const double at_large = gemm_rate(large), at_small = gemm_rate(small);
+    Hardware hw;
+    hw.name = "this machine, " + std::to_string(ranks) + " rank(s)";
+    hw.word = sizeof(real);
+    // at_n = peak / (1 + half/n)^3 for both sizes
+    const double q = std::cbrt(at_large / at_small);
+    hw.gemm_half = q > 1 ? (q - 1) / (1 / double(small) - q / double(large)) : 0;
+    if (hw.gemm_half < 0) hw.gemm_half = 0;
+    hw.peak = at_large * std::pow(1 + hw.gemm_half / double(large), 3);
+    DeviceBuffer<real> x(T * h), y(T * h), vector(h);
+    DeviceBuffer<float> statistics(2 * T), partial(row_chunks(T) * 2 * h);
+    const double bytes = double(sizeof(real)) * double(T * h);
+    hw.memory_rate =
+        2 * bytes / seconds_of([&] {
+            CUDA_CHECK(cudaMemcpyAsync(y.data, x.data, T * h * sizeof(real), cudaMemcpyDeviceToDevice, device.stream));
+        });
+    const double kernels =
+        11 * bytes / seconds_of([&] {
+            launch<layernorm_forward_kernel>(device, T, kBlock, x.data, vector.data, vector.data, y.data,
+                                             statistics.data, statistics.data + T, int(h), 1e-5f);
+            launch<layernorm_backward_kernel<true>>(device, row_chunks(T), kBlock, x.data, vector.data, statistics.data,
+                                                    statistics.data + T, y.data, x.data, partial.data, T, int(h));
+            launch<bias_gelu_forward_kernel>(device, T, kBlock, x.data, vector.data, y.data, int(h));
+            launch<bias_gelu_backward_kernel>(device, row_chunks(T), kBlock, x.data, vector.data, y.data, partial.data,
+                                              T, int(h));
+        });
+    hw.memory_share = kernels / hw.memory_rate;
+    hw.memory = 0.9 * double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE)) / ranks;
+    hw.devices_per_node = 1 << 20;
+    hw.device_link = 1e30;  // one rank sends nothing
+    if (ranks > 1)
+        hw.device_link =
+            2.0 * (ranks - 1) / ranks * bytes / seconds_of([&] { all_reduce(device, grid->data, x.data, T * h); });
+    hw.network_link = hw.device_link;
     return hw;
 }
 
@@ -103,7 +171,6 @@ struct Layout {
     int64_t devices() const { return p * t * d; }
 };
 
-constexpr double kWord = 2;             // bytes of a weight in use, an activation, a gradient in a message: fp16 (§5)
 constexpr double kOptimizerBytes = 40;  // moved per parameter: Adam's 28, unscaling, the norm, and casts
 
 // Why a layout cannot be; empty if it can.
@@ -130,7 +197,7 @@ inline std::string why_not(const Job& job, const Layout& x) {
 inline double gemm_time(const Hardware& hw, double m, double n, double k, double batch = 1) {
     const double half = hw.gemm_half;
     const double share = hw.gemm_share / ((1 + half / m) * (1 + half / n) * (1 + half / k));
-    const double bytes = kWord * batch * (m * k + k * n + m * n);
+    const double bytes = hw.word * batch * (m * k + k * n + m * n);
     return std::max(2 * m * n * k * batch / (hw.peak * share), bytes / (hw.memory_rate * hw.memory_share));
 }
 inline double moving_time(const Hardware& hw, double bytes) { return bytes / (hw.memory_rate * hw.memory_share); }
@@ -168,9 +235,9 @@ inline Pair layer_time(const Hardware& hw, const Job& job, const Layout& x) {
         forward += stream * (24 / t + 2 * 4) + scores * 6;
         backward += stream * (24 / t + 2 * 4) + scores * 4;
     }
-    const double reduce = 2 * ring_time(hw, kWord * stream, t, std::min(t, double(hw.devices_per_node)), 2);
-    return {products + moving_time(hw, kWord * forward) + reduce,
-            2 * products + moving_time(hw, kWord * backward) + reduce};
+    const double reduce = 2 * ring_time(hw, hw.word * stream, t, std::min(t, double(hw.devices_per_node)), 2);
+    return {products + moving_time(hw, hw.word * forward) + reduce,
+            2 * products + moving_time(hw, hw.word * backward) + reduce};
 }
 
 // The output layer and loss: logits [T, V/t], of which cross-entropy makes eight passes forward and three backward.
@@ -183,7 +250,7 @@ inline Pair head_time(const Hardware& hw, const Job& job, const Layout& x) {
 // A message between stages, with scatter/gather (§4.1) or without; the sender waits for it.
 inline double message_time(const Hardware& hw, const Job& job, const Layout& x) {
     if (x.p == 1) return 0;
-    const double bytes = kWord * double(job.s * x.b * job.h), t = double(x.t);
+    const double bytes = hw.word * double(job.s * x.b * job.h), t = double(x.t);
     if (x.devices() <= hw.devices_per_node) return bytes / (hw.device_link * hw.device_link_share);
     const double link = hw.network_link * hw.network_share;
     if (!job.scatter_gather || x.t == 1) return bytes / link + hw.exchange;
@@ -244,8 +311,8 @@ inline double replayed_seconds(const Job& job, const Layout& x, const Hardware& 
     return total;
 }
 
-// The memory of the fullest device in bytes, by the function that `train` predicts with, in fp16.
-inline MemoryPlan memory_of(const Job& job, const Layout& x) {
+// The memory of the fullest device in bytes, by the function that `train` predicts with.
+inline MemoryPlan memory_of(const Job& job, const Layout& x, const Hardware& hw) {
     GptConfig config;
     config.layers = job.l;
     config.hidden = job.h;
@@ -261,7 +328,7 @@ inline MemoryPlan memory_of(const Job& job, const Layout& x) {
     MemoryPlan most;
     for (int rank : {0, int(x.p) - 1}) {
         const MemoryPlan plan = memory_plan(config, schedule, compile(schedule), int(x.t), 0, int(x.d), rank, x.b,
-                                            false, options, size_t(kWord));
+                                            false, options, size_t(hw.word));
         if (plan.on_device() > most.on_device()) most = plan;
     }
     return most;
@@ -274,15 +341,15 @@ inline Prediction predict(const Job& job, const Layout& x, const Hardware& hw) {
     result.pipeline = replayed_seconds(job, x, hw, int(m), &result.bubble);
     // Gradients: rings over the data parallel group; devices of one tensor group fill a node first (§3.2). Tied
     // embeddings: between first and last stage
-    const double bytes = kWord * parameters_per_device(job, x), node = hw.devices_per_node;
+    const double bytes = hw.word * parameters_per_device(job, x), node = hw.devices_per_node;
     const double replicas_on_node = std::max(1.0, std::min(double(x.d), std::floor(node / double(x.t))));
     result.data = ring_time(hw, bytes, double(x.d), replicas_on_node, 2);
-    if (x.p > 1) result.data += ring_time(hw, kWord * double(job.V * job.h) / double(x.t), 2, 1, 2);
+    if (x.p > 1) result.data += ring_time(hw, hw.word * double(job.V * job.h) / double(x.t), 2, 1, 2);
     result.optimizer = moving_time(hw, kOptimizerBytes * parameters_per_device(job, x));
     result.seconds = result.pipeline + result.data + result.optimizer;
     result.flops_per_device = job.flops() / result.seconds / double(x.devices());
     result.share = result.flops_per_device / hw.peak;
-    const MemoryPlan memory = memory_of(job, x);
+    const MemoryPlan memory = memory_of(job, x, hw);
     result.memory = memory.on_device();
     result.weights_and_optimizer = memory.weights + memory.gradients + memory.optimizer;
     result.fits = result.memory <= hw.memory;
@@ -298,17 +365,18 @@ inline double quick_seconds(const Job& job, const Layout& x, const Hardware& hw)
     const double m = double(job.B) / double(x.b * x.d), layers = double(job.l) / double(x.p);
     const double both = layers * (layer.forward * (job.recompute ? 2 : 1) + layer.backward) +
                         2 * double(x.v) * message_time(hw, job, x);
-    const double bytes = kWord * parameters_per_device(job, x), node = hw.devices_per_node;
+    const double bytes = hw.word * parameters_per_device(job, x), node = hw.devices_per_node;
     const double replicas_on_node = std::max(1.0, std::min(double(x.d), std::floor(node / double(x.t))));
     return m * (both + head.forward + head.backward) + double(x.p - 1) / double(x.v) * both +
            ring_time(hw, bytes, double(x.d), replicas_on_node, 2);
 }
 
 // A lower bound of a layout's memory: weights, gradients and optimizer of its layers, and the stage inputs in flight.
-inline double least_memory(const Job& job, const Layout& x) {
-    const double inputs =
-        double(std::min(x.p, job.B / (x.b * x.d))) * kWord * double(job.s * x.b * job.h) * double(job.l) / double(x.p);
-    return 18 * double(job.l) / double(x.p) * 12 * double(job.h) * double(job.h) / double(x.t) +
+inline double least_memory(const Job& job, const Layout& x, const Hardware& hw) {
+    const double inputs = double(std::min(x.p, job.B / (x.b * x.d))) * hw.word * double(job.s * x.b * job.h) *
+                          double(job.l) / double(x.p);
+    return (16 + (hw.word < 4 ? hw.word : 0)) * double(job.l) / double(x.p) * 12 * double(job.h) * double(job.h) /
+               double(x.t) +
            (job.recompute ? inputs : 0);
 }
 
@@ -326,7 +394,7 @@ inline std::vector<Prediction> search(const Job& job, int64_t devices, const Har
             for (int64_t v : divisors(std::max<int64_t>(1, job.l / p), 16))
                 for (int64_t b = 1; b <= 64; b *= 2) {
                     const Layout x{p, t, devices / t / p, v, b};
-                    if (!why_not(job, x).empty() || least_memory(job, x) > hw.memory) continue;
+                    if (!why_not(job, x).empty() || least_memory(job, x, hw) > hw.memory) continue;
                     quick.push_back({quick_seconds(job, x, hw), x});
                 }
     std::sort(quick.begin(), quick.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
@@ -334,7 +402,7 @@ inline std::vector<Prediction> search(const Job& job, int64_t devices, const Har
     size_t tried = 0;
     for (const auto& [seconds, x] : quick) {
         if (found.size() >= count && tried >= 3 * count) break;
-        if (memory_of(job, x).on_device() > hw.memory) continue;
+        if (memory_of(job, x, hw).on_device() > hw.memory) continue;
         ++tried;
         found.push_back(predict(job, x, hw));
     }
@@ -567,7 +635,7 @@ inline void print_predictions(const Job& job, const std::vector<Prediction>& lis
 // The program
 
 struct PlanOptions {
-    bool draw_schedule = false, paper = false, json = false;
+    bool draw_schedule = false, paper = false, json = false, this_machine = false;
     int64_t gpus = 0, d = 0, b = 0, top = 5;
     Job job;
     std::string recompute = "full", hardware = "a100";
@@ -594,6 +662,10 @@ inline void add_options(CLI::App& app, PlanOptions& o) {
     app.add_option("--vocab-size", o.job.V, "V")->group("Planning");
     app.add_option("--global-batch-size", o.job.B, "B")->group("Planning");
     app.add_option("--hardware", o.hardware, "a100, h100 or a file like examples/hardware/template.json")
+        ->group("Planning");
+    app.add_flag(
+           "--this-machine", o.this_machine,
+           "measure this machine's rates in place of --hardware: mpirun -np (t p d) ./plan --this-machine --tp ...")
         ->group("Planning");
     app.add_option("--recompute-granularity", o.recompute, "full, or none: keep every activation")->group("Planning");
     app.add_flag("--no-scatter-gather-tensors-in-pipeline", o.no_scatter_gather, "without section 4.1")
@@ -679,6 +751,31 @@ inline void validate_plan(PlanOptions& o) {
                         text(o.d) + " is " + text(o.p * o.t * o.d) + ": leave --gpus out, or make them equal");
 }
 
+// --this-machine: rank 0 answers for all. Throws UserError, on every rank alike.
+inline void plan_here(const PlanOptions& o) {
+    using options_detail::text;
+    int rank = 0, ranks = 1;
+    MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
+    if (!o.layout_given)
+        throw UserError("--this-machine predicts one layout: give --tp, --pp, --dp, --vp and --micro-batch-size too");
+    if (ranks != o.p * o.t * o.d)
+        throw UserError("--this-machine: there are " + std::to_string(ranks) + " ranks, but the layout has " +
+                        text(o.p * o.t * o.d) + ": start it with mpirun -np " + text(o.p * o.t * o.d));
+    const Hardware hw = measure_this_machine();
+    if (rank != 0) return;
+    const Prediction x = predict(o.job, {o.p, o.t, o.d, o.v, o.b}, hw);
+    if (o.json) {
+        std::printf("%s\n", as_json(o.job, x, hw, o.train_tokens).dump(2).c_str());
+        return;
+    }
+    std::printf("measured, per rank: GEMM %.1f GFLOP/s (half of it at %.0f^3), copy %.1f GB/s, kernels %.0f%% of that",
+                hw.peak / 1e9, hw.gemm_half / (std::cbrt(2.0) - 1), hw.memory_rate / 1e9, 100 * hw.memory_share);
+    if (ranks > 1) std::printf(", messages %.2f GB/s", hw.device_link / 1e9);
+    std::printf("\n");
+    print_predictions(o.job, {x}, hw, o.train_tokens);
+}
+
 inline void plan(const PlanOptions& o) {
     const Hardware hw = read_hardware(o.hardware);
     if (o.paper) {
@@ -728,39 +825,56 @@ inline void draw_schedule(const PlanOptions& o) {
     std::printf(" (each 1/%d of a device's layers)\n", v);
 }
 
+// What the flags ask for. Throws UserError and CLI::Error.
+inline void run(CLI::App& app, PlanOptions& options, int argc, char** argv) {
+    app.parse(argc, argv);
+    int given = 0;
+    for (const char* flag : {"--tp", "--pp", "--dp", "--vp", "--micro-batch-size"}) given += app.count(flag) > 0;
+    options.layout_given = given == 5;
+    if (options.draw_schedule) {
+        validate_picture(options);
+        draw_schedule(options);
+    } else if (options.paper || options.this_machine || app.count("--gpus") > 0 || options.layout_given) {
+        if (!options.paper && !options.layout_given && given > 0)
+            throw UserError("--tp, --pp, --dp, --vp and --micro-batch-size name one layout together, but " +
+                            std::to_string(given) + " of the 5 are given: give all, or none to search");
+        if (options.this_machine && !options.layout_given) options.gpus = 1;  // plan_here() says what is missing
+        validate_plan(options);
+        if (options.this_machine)
+            plan_here(options);
+        else
+            plan(options);
+    } else {
+        if (argc > 1)
+            throw UserError(
+                "nothing to do: give --gpus N, a whole layout (--tp --pp --dp --vp --micro-batch-size), "
+                "--this-machine, --paper or --draw-schedule");
+        std::printf("%s", app.help().c_str());
+    }
+}
+
 int main(int argc, char** argv) {
     PlanOptions options;
     CLI::App app{"Plans layouts and draws the schedules of pipeline parallelism (PTD-P, SC'21).", "plan"};
     add_options(app, options);
-    try {
-        app.parse(argc, argv);
-        int given = 0;
-        for (const char* flag : {"--tp", "--pp", "--dp", "--vp", "--micro-batch-size"}) given += app.count(flag) > 0;
-        options.layout_given = given == 5;
-        if (options.draw_schedule) {
-            validate_picture(options);
-            draw_schedule(options);
-        } else if (options.paper || app.count("--gpus") > 0 || options.layout_given) {
-            if (!options.paper && !options.layout_given && given > 0)
-                throw UserError("--tp, --pp, --dp, --vp and --micro-batch-size name one layout together, but " +
-                                std::to_string(given) + " of the 5 are given: give all, or none to search");
-            validate_plan(options);
-            plan(options);
-        } else {
-            if (argc > 1)
-                throw UserError(
-                    "nothing to do: give --gpus N, a whole layout (--tp --pp --dp --vp --micro-batch-size), "
-                    "--paper or --draw-schedule");
-            std::printf("%s", app.help().c_str());
-        }
-    } catch (const CLI::CallForHelp&) {
-        std::printf("%s", app.help().c_str());
-    } catch (const CLI::ParseError& error) {
-        std::fprintf(stderr, "plan: %s (--help lists the options)\n", error.what());
-        return 2;
-    } catch (const UserError& error) {
-        std::fprintf(stderr, "plan: %s\n", error.what());
-        return 2;
+    int status = 0, rank = 0;
+    bool measures = false;  // only then is this an MPI program
+    for (int i = 1; i < argc; ++i) measures = measures || std::string(argv[i]) == "--this-machine";
+    if (measures) {
+        MPI_CHECK(MPI_Init(&argc, &argv));
+        MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
     }
-    return 0;
+    try {
+        run(app, options, argc, argv);
+    } catch (const CLI::CallForHelp&) {
+        if (rank == 0) std::printf("%s", app.help().c_str());
+    } catch (const CLI::ParseError& error) {
+        if (rank == 0) std::fprintf(stderr, "plan: %s (--help lists the options)\n", error.what());
+        status = 2;
+    } catch (const UserError& error) {
+        if (rank == 0) std::fprintf(stderr, "plan: %s\n", error.what());
+        status = 2;
+    }
+    if (measures) MPI_CHECK(MPI_Finalize());
+    return status;
 }

@@ -365,6 +365,64 @@ void eight_ranks(Bench& bench) {
             }
 }
 
+// What `plan --this-machine` predicts of small layouts, beside what they take; `program` is that program.
+void predictions(Bench& bench, const std::string& program) {
+    struct Case {
+        int t, p, d, v, b;
+        bool recompute;
+    };
+    std::printf(
+        "\n./plan --this-machine against ./train: l=4 h=512 a=8 s=256 V=256, B=16, dropout 0\n"
+        "  t  p  d  v  b  recompute  predicted ms  measured ms  ratio\n");
+    for (const Case& c : std::vector<Case>{{1, 1, 1, 1, 1, false},
+                                           {1, 1, 1, 1, 4, false},
+                                           {1, 1, 1, 1, 4, true},
+                                           {2, 1, 1, 1, 2, false},
+                                           {1, 2, 1, 1, 2, false},
+                                           {1, 2, 1, 2, 2, false},
+                                           {1, 1, 2, 1, 2, false},
+                                           {2, 2, 1, 1, 2, false},
+                                           {1, 2, 2, 1, 2, false}}) {
+        const int ranks = c.t * c.p * c.d;
+        if (ranks > bench.cores) continue;
+        const Words model = {"--num-layers",
+                             "4",
+                             "--hidden-size",
+                             "512",
+                             "--num-attention-heads",
+                             "8",
+                             "--seq-length",
+                             "256",
+                             "--global-batch-size",
+                             "16",
+                             "--micro-batch-size",
+                             std::to_string(c.b),
+                             "--tp",
+                             std::to_string(c.t),
+                             "--pp",
+                             std::to_string(c.p),
+                             "--vp",
+                             std::to_string(c.v)};
+        const RunResult planned =
+            mpirun(ranks,
+                   Words{program, "--this-machine", "--json", "--dp", std::to_string(c.d), "--vocab-size", "256",
+                         "--recompute-granularity", c.recompute ? "full" : "none"} +
+                       model,
+                   120, {"OMP_WAIT_POLICY=passive", "OMP_NUM_THREADS=1"});
+        if (planned.status != 0) {
+            std::fprintf(stderr, "bench: plan failed with status %d:\n%s\n", planned.status, planned.output.c_str());
+            std::exit(1);
+        }
+        const double predicted = json::parse(planned.output)["iteration_seconds"];
+        const json run =
+            bench.run(ranks, 1, model + (c.recompute ? Words{"--recompute-granularity", "full"} : Words{}), 0, 2);
+        const double measured = run["seconds"];
+        std::printf("  %d  %d  %d  %d  %d  %-9s %13.0f %12.0f %6.2f\n", c.t, c.p, c.d, c.v, c.b,
+                    c.recompute ? "yes" : "no", 1e3 * predicted, 1e3 * measured, predicted / measured);
+        std::fflush(stdout);
+    }
+}
+
 // bf16 against fp32, taken in turns; `program` is this program's bf16 build.
 void precision(Bench& bench, const std::string& program) {
     std::printf("\nbf16 against fp32, dropout 0 (GEMM peaks in GFLOP/s)\n");
@@ -445,6 +503,8 @@ int main(int argc, char** argv) {
     if (wanted("parallel")) parallel(bench);
     if (wanted("layouts")) eight_ranks(bench);
     if (wanted("checkpoints")) checkpoints(bench);
+    const std::string self = self_program();
+    if (wanted("plan")) predictions(bench, self.substr(0, self.rfind('/')) + "/plan");
     const char* bf16 = std::getenv("BF16_BENCH");
     if (wanted("precision") && bf16 && *bf16) precision(bench, bf16);
     return 0;

@@ -205,6 +205,35 @@ TEST_CASE("plan answers: a search, one layout, JSON, and what flags change") {
     CHECK(run_plan({"--paper", "--svg", dir.file("no/where")}).status == 2);
 }
 
+TEST_CASE("--this-machine measures as many ranks as the layout has, and predicts it") {
+    const Words model = {
+        "--num-layers", "2",   "--hidden-size",       "64", "--num-attention-heads",   "4",   "--seq-length", "64",
+        "--vocab-size", "256", "--global-batch-size", "4",  "--recompute-granularity", "none"};
+    auto layout = [](const char* t, const char* p, const char* d) {
+        return Words{"--this-machine", "--tp", t, "--pp", p, "--dp", d, "--vp", "1", "--micro-batch-size", "1"};
+    };
+    const Words environment = {"OMP_NUM_THREADS=1"};
+    for (const auto& [ranks, flags] : std::vector<std::pair<int, Words>>{{1, layout("1", "1", "1")},
+                                                                         {2, layout("2", "1", "1")},
+                                                                         {2, layout("1", "2", "1")},
+                                                                         {2, layout("1", "1", "2")}}) {
+        const RunResult result = mpirun(ranks, Words{program("plan"), "--json"} + flags + model, 60, environment);
+        REQUIRE_MESSAGE(result.status == 0, result.output);
+        const json x = json::parse(result.output);
+        CHECK(x["gpus"] == ranks);
+        CHECK(x["iteration_seconds"] > 1e-5);
+        CHECK(x["iteration_seconds"] < 60);
+        CHECK((x["data_parallel_seconds"] > 0) == (x["d"] == 2 || x["p"] == 2));  // tied embeddings count there
+        CHECK((x["bubble"] > 0) == (x["p"] == 2));
+    }
+    const RunResult few = mpirun(1, Words{program("plan")} + layout("2", "1", "1") + model, 60, environment);
+    CHECK(few.status == 2);
+    CHECK(contains(few.output, "mpirun -np 2"));
+    const RunResult none = mpirun(2, Words{program("plan"), "--this-machine"} + model, 60, environment);
+    CHECK(none.status == 2);
+    CHECK(contains(none.output, "--micro-batch-size too"));
+}
+
 TEST_CASE("plan refuses: sizes, layouts, hardware") {
     TempDir dir;
     const std::string good = read_file("examples/hardware/a100.json");
@@ -241,7 +270,7 @@ TEST_CASE("plan refuses: sizes, layouts, hardware") {
         {hardware("text", replaced("312", "\"fast\"")), {"peak_tflops", "not a number"}},
         {hardware("zero", replaced("2039", "0")), {"memory_gb_per_s", "is 0"}},
         {hardware("negative", replaced("130", "-130")), {"gemm_half_size", "-130"}},
-        {hardware("infinite", replaced("312", "1e999")), {"not a JSON object"}},
+        {hardware("infinite", replaced("312", "1e999")), {"infinite"}},
         {hardware("missing", replaced("exchange_ms", "exchange")), {"exchange_ms", "missing"}}};
     for (const auto& [flags, expected] : mistakes) {
         const RunResult result = run_plan(flags);
