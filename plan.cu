@@ -12,6 +12,7 @@
 //   - the paper's takeaways are not rules of the search: they come out of it.
 //
 // Defines: Hardware, the time of a layer, of messages and of an iteration; the search; the paper's figures; pictures.
+#include <omp.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
