@@ -326,16 +326,17 @@ inline MemoryPlan memory_of(const Job& job, const Layout& x, const Hardware& hw)
     const int64_t replayed = kind == ScheduleKind::gpipe ? m : std::min(m, 2 * x.p + m % x.p);
     const Schedule schedule = make_schedule(kind, int(x.p), int(x.v), int(replayed));
     const PipelineOptions options{job.recompute ? 1 : 0, job.scatter_gather};
+    const Program program = compile(schedule);
     MemoryPlan most;
     for (int rank : {0, int(x.p) - 1}) {
-        const MemoryPlan plan = memory_plan(config, schedule, compile(schedule), int(x.t), 0, int(x.d), rank, x.b,
-                                            false, options, size_t(hw.word));
+        const MemoryPlan plan =
+            memory_plan(config, schedule, program, int(x.t), 0, int(x.d), rank, x.b, false, options, size_t(hw.word));
         if (plan.on_device() > most.on_device()) most = plan;
     }
     return most;
 }
 
-inline Prediction predict(const Job& job, const Layout& x, const Hardware& hw) {
+inline Prediction predict(const Job& job, const Layout& x, const Hardware& hw, const MemoryPlan& memory) {
     Prediction result;
     result.layout = x;
     const int64_t m = job.B / (x.b * x.d);
@@ -350,11 +351,13 @@ inline Prediction predict(const Job& job, const Layout& x, const Hardware& hw) {
     result.seconds = result.pipeline + result.data + result.optimizer;
     result.flops_per_device = job.flops() / result.seconds / double(x.devices());
     result.share = result.flops_per_device / hw.peak;
-    const MemoryPlan memory = memory_of(job, x, hw);
     result.memory = memory.on_device();
     result.weights_and_optimizer = memory.weights + memory.gradients + memory.optimizer;
     result.fits = result.memory <= hw.memory;
     return result;
+}
+inline Prediction predict(const Job& job, const Layout& x, const Hardware& hw) {
+    return predict(job, x, hw, memory_of(job, x, hw));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -403,9 +406,10 @@ inline std::vector<Prediction> search(const Job& job, int64_t devices, const Har
     size_t tried = 0;
     for (const auto& [seconds, x] : quick) {
         if (found.size() >= count && tried >= 3 * count) break;
-        if (memory_of(job, x, hw).on_device() > hw.memory) continue;
+        const MemoryPlan memory = memory_of(job, x, hw);
+        if (memory.on_device() > hw.memory) continue;
         ++tried;
-        found.push_back(predict(job, x, hw));
+        found.push_back(predict(job, x, hw, memory));
     }
     std::sort(found.begin(), found.end(), [](const auto& x, const auto& y) { return x.seconds < y.seconds; });
     if (found.size() > count) found.resize(count);
