@@ -172,6 +172,10 @@ struct Layout {
     int64_t devices() const { return p * t * d; }
 };
 
+inline ScheduleKind kind_of(const Job& job, const Layout& x) {
+    return schedule_kind(job.schedule.empty() ? (x.v > 1 ? "interleaved" : "1f1b") : job.schedule);
+}
+
 constexpr double kOptimizerBytes = 40;  // moved per parameter: Adam's 28, unscaling, the norm, and casts
 
 // Why a layout cannot be; empty if it can.
@@ -264,6 +268,13 @@ inline double parameters_per_device(const Job& job, const Layout& x) {
     return double(job.l) / double(x.p) * (12 * h * h + 13 * h) / t + double(job.V + job.s) * h / t;
 }
 
+// Gradients: rings over the data parallel group; devices of one tensor group fill a node first (§3.2).
+inline double gradient_time(const Hardware& hw, const Job& job, const Layout& x) {
+    const double replicas_on_node =
+        std::max(1.0, std::min(double(x.d), std::floor(double(hw.devices_per_node) / double(x.t))));
+    return ring_time(hw, hw.word * parameters_per_device(job, x), double(x.d), replicas_on_node, 2);
+}
+
 struct Prediction {
     Layout layout;
     double seconds = 0;                            // an iteration
@@ -275,7 +286,7 @@ struct Prediction {
 
 // The pipeline's time for m microbatches. Beyond 3 p the schedule repeats itself every p, so that is not replayed.
 inline double replayed_seconds(const Job& job, const Layout& x, const Hardware& hw, int m, double* bubble) {
-    const ScheduleKind kind = schedule_kind(job.schedule.empty() ? (x.v > 1 ? "interleaved" : "1f1b") : job.schedule);
+    const ScheduleKind kind = kind_of(job, x);
     const Pair layer = layer_time(hw, job, x), head = head_time(hw, job, x);
     const double layers = double(job.l) / double(x.p * x.v), message = message_time(hw, job, x);
     const double recompute = job.recompute ? layer.forward : 0;
@@ -321,7 +332,7 @@ inline MemoryPlan memory_of(const Job& job, const Layout& x, const Hardware& hw)
     config.sequence = job.s;
     config.vocab = job.V;
     const int64_t m = job.B / (x.b * x.d);
-    const ScheduleKind kind = schedule_kind(job.schedule.empty() ? (x.v > 1 ? "interleaved" : "1f1b") : job.schedule);
+    const ScheduleKind kind = kind_of(job, x);
     // More than 2 p microbatches are never in flight, but with GPipe
     const int64_t replayed = kind == ScheduleKind::gpipe ? m : std::min(m, 2 * x.p + m % x.p);
     const Schedule schedule = make_schedule(kind, int(x.p), int(x.v), int(replayed));
@@ -341,11 +352,7 @@ inline Prediction predict(const Job& job, const Layout& x, const Hardware& hw, c
     result.layout = x;
     const int64_t m = job.B / (x.b * x.d);
     result.pipeline = replayed_seconds(job, x, hw, int(m), &result.bubble);
-    // Gradients: rings over the data parallel group; devices of one tensor group fill a node first (§3.2). Tied
-    // embeddings: between first and last stage
-    const double bytes = hw.word * parameters_per_device(job, x), node = hw.devices_per_node;
-    const double replicas_on_node = std::max(1.0, std::min(double(x.d), std::floor(node / double(x.t))));
-    result.data = ring_time(hw, bytes, double(x.d), replicas_on_node, 2);
+    result.data = gradient_time(hw, job, x);  // and tied embeddings, between first and last stage
     if (x.p > 1) result.data += ring_time(hw, hw.word * double(job.V * job.h) / double(x.t), 2, 1, 2);
     result.optimizer = moving_time(hw, kOptimizerBytes * parameters_per_device(job, x));
     result.seconds = result.pipeline + result.data + result.optimizer;
@@ -369,10 +376,7 @@ inline double quick_seconds(const Job& job, const Layout& x, const Hardware& hw)
     const double m = double(job.B) / double(x.b * x.d), layers = double(job.l) / double(x.p);
     const double both = layers * (layer.forward * (job.recompute ? 2 : 1) + layer.backward) +
                         2 * double(x.v) * message_time(hw, job, x);
-    const double bytes = hw.word * parameters_per_device(job, x), node = hw.devices_per_node;
-    const double replicas_on_node = std::max(1.0, std::min(double(x.d), std::floor(node / double(x.t))));
-    return m * (both + head.forward + head.backward) + double(x.p - 1) / double(x.v) * both +
-           ring_time(hw, bytes, double(x.d), replicas_on_node, 2);
+    return m * (both + head.forward + head.backward) + double(x.p - 1) / double(x.v) * both + gradient_time(hw, job, x);
 }
 
 // A lower bound of a layout's memory: weights, gradients and optimizer of its layers, and the stage inputs in flight.
@@ -504,14 +508,11 @@ inline double paper_error(const PaperPoint& point, double predicted) {
 inline void draw_paper(const Hardware& hw, const std::string& dir) {
     std::map<std::string, std::vector<PlotSeries>> figures;
     std::map<std::string, const char*> axes;
-    const std::vector<PaperPoint> points = paper_points();
-    bool sequences = false;
-    for (const PaperPoint& point : points) {
+    for (const PaperPoint& point : paper_points()) {
         std::vector<PlotSeries>& series = figures[point.figure];
         if (series.empty() || series.back().name != point.series) series.push_back({point.series, {}});
         series.back().points.push_back({point.x, point.predicted(hw), point.measured});
         axes[point.figure] = point.axis();
-        sequences = point.sequences;
     }
     for (const auto& [figure, series] : figures) {
         std::string name = figure;
@@ -519,7 +520,7 @@ inline void draw_paper(const Hardware& hw, const std::string& dir) {
         const std::string path = dir + "/" + name + ".svg";
         std::ofstream file(path, std::ios::binary);
         file << plot_svg(figure + ": predicted (lines) and measured (dots)", axes[figure],
-                         sequences && figure == "Figure 17" ? "sequences/s" : "TFLOP/s per GPU", series);
+                         figure == "Figure 17" ? "sequences/s" : "TFLOP/s per GPU", series);
         file.close();
         if (!file) throw UserError("--svg " + dir + ": cannot write " + path);
     }
