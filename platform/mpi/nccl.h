@@ -179,11 +179,6 @@ inline void post_receive(ncclComm_t comm, void* data, size_t bytes, int peer, in
     }
 }
 
-// From memory that lives until the message is received; nobody waits with it for the receiver's own sends.
-inline void post_staged_send(ncclComm_t comm, void* data, size_t bytes, int peer, int tag, Messages& messages) {
-    post_send(comm, data, bytes, peer, tag, messages, false);
-}
-
 // The stand-in's own state beside the runtime's.
 struct NcclState {
     std::list<Messages> buffered;  // sends whose sender went on
@@ -551,8 +546,12 @@ inline ncclResult_t ncclGroupEnd() {
     std::list<standin::HostView> views;
     for (const auto& message : nccl.group) {
         views.emplace_back(message.data, message.bytes, message.send, nccl.group_stream);
-        auto post = message.send ? standin::post_staged_send : standin::post_receive;
-        post(message.comm, views.back().data, message.bytes, message.peer, message.comm->tag + 1, messages);
+        char* data = views.back().data;
+        const int tag = message.comm->tag + 1;
+        if (message.send)
+            standin::post_send(message.comm, data, message.bytes, message.peer, tag, messages, false);
+        else
+            standin::post_receive(message.comm, data, message.bytes, message.peer, tag, messages);
     }
     standin::wait_messages(messages, "an exchange (ncclSend, ncclRecv)");
     auto view = views.begin();
