@@ -2,6 +2,8 @@
 # make run       installs what is missing, builds, and trains a GPT on real text (DATA=file: on yours)
 # make test      installs what is missing, builds and runs every test (ONLY="gpt pipeline": these; SANITIZE=address,undefined)
 # make test-full the same with the exhaustive matrices
+# make fuzz      feeds every parser of files with mutated bytes, SECONDS=60 each (needs clang, which it installs)
+# make fuzz-config tries COUNT=100 drawn combinations of flags (SEED=1)
 # make bench     times training on this machine: shares of its GEMM peak, layouts against one process
 # make cuda      the same sources with nvcc, for every architecture it knows: build/cuda/train, plan, tests and bench
 # make gpu-check on a machine with a GPU and no package registry: builds, checks, times; the report is build/gpu-check.txt
@@ -103,7 +105,7 @@ $(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
 	$(COMPILE)
 # These start programs and look at what they print
 ifndef SANITIZE
-$(addprefix $(BUILD)/test_,kernels plan precision train): OPTIMIZE = -O1
+$(addprefix $(BUILD)/test_,fuzz kernels plan precision train): OPTIMIZE = -O1
 endif
 # This test trains a tokenizer
 $(BUILD)/test_platform: LIBRARIES += -lsentencepiece_train
@@ -136,11 +138,28 @@ test: deps
 	@BUILD=$(BUILD) TESTS_SECONDS=$(TESTS_SECONDS) tests/run $(TESTS)
 test-full: export PTDP_FULL = 1
 test-full: test
-build-tests: $(if $(filter train plan checkpoint precision,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter platform,$(ONLY)),$(BUILD)/staged/test_platform) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
+build-tests: $(if $(filter train plan checkpoint precision fuzz,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter platform,$(ONLY)),$(BUILD)/staged/test_platform) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
 
 # The programs that test_precision runs
 mixed-%:
 	@$(MAKE) --no-print-directory PRECISION=$* $(addprefix $(BUILD)-$*/,train test_layouts test_gpt fibers/test_gpt)
+
+# libFuzzer comes with clang. What it finds goes to tests/seeds/
+build/fuzz/%: tests/fuzz.cu $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	clang++ -x c++ -std=c++17 -O1 -g -fno-omit-frame-pointer -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(WARNINGS) -I. -Iplatform/cpu -Iplatform/mpi $(MPI_INCLUDES) -DPARSER=read_$* $< -o $@ $(LIBRARIES)
+fuzz:
+	@MAKE_FUZZ=1 platform/deps.sh
+	@$(MAKE) -j$(JOBS) --no-print-directory build/fuzz/files build/fuzz/tokens
+	@for parser in files tokens; do \
+	    mkdir -p build/fuzz/corpus-$$parser && echo "== $$parser, $(or $(SECONDS),60) s" && \
+	    ASAN_OPTIONS=detect_leaks=0 TMPDIR=$$([ -w /dev/shm ] && echo /dev/shm || echo /tmp) build/fuzz/$$parser -max_total_time=$(or $(SECONDS),60) \
+	        -timeout=5 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix=build/fuzz/found-$$parser- \
+	        build/fuzz/corpus-$$parser tests/seeds/$$parser || exit 1; \
+	done
+fuzz-config: deps
+	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/train $(BUILD)/test_fuzz
+	@BUILD=$(BUILD) PTDP_COMBINATIONS=$(or $(COUNT),100) PTDP_SEED=$(or $(SEED),1) $(BUILD)/test_fuzz --test-case="any combination*"
 
 # BENCH="kernels one parallel layouts checkpoints plan precision": only these tables. PYTHON: one that can import PyTorch
 bench: deps
@@ -163,5 +182,5 @@ gpu-check:
 clean:
 	rm -rf build train plan
 
-.PHONY: always all help deps run test test-full build-tests bench bench-bf16 cuda cuda-programs gpu-carry gpu-check clean
+.PHONY: always all help deps run test test-full build-tests fuzz fuzz-config bench bench-bf16 cuda cuda-programs gpu-carry gpu-check clean
 .DELETE_ON_ERROR:

@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,13 @@ inline void flush_directory(const std::string& path) {
     const int error = errno;
     if (directory >= 0) close(directory);
     if (!ok) throw std::runtime_error(path + ": cannot flush: " + std::strerror(error));
+}
+
+// A JSON value that must be a whole number from 0 to 2^62.
+inline int64_t whole(const nlohmann::ordered_json& value) {
+    if (!value.is_number_unsigned() || value.get<uint64_t>() > uint64_t(1) << 62)
+        throw std::runtime_error(value.dump() + " is not a size");
+    return value.get<int64_t>();
 }
 
 // The iterations of the complete checkpoints in a directory, ascending.
@@ -201,20 +209,26 @@ inline std::unique_ptr<Checkpoint> open_checkpoint(const std::string& dir, int r
         if (line == std::string::npos) throw std::runtime_error(manifest_path + ": is truncated");
         const uint32_t crc = uint32_t(crc32_z(0, reinterpret_cast<const unsigned char*>(text.data()), line + 1));
         if (text.substr(line + 1) != hex(crc) + "\n") throw std::runtime_error(manifest_path + ": its CRC32 is wrong");
-        const auto manifest = nlohmann::ordered_json::parse(text.substr(0, line));
+        const auto manifest = parse_json(text.substr(0, line));
         if (manifest.at("format") != kCheckpointFormat)
             throw std::runtime_error(manifest_path + ": has format " + manifest.at("format").dump() + ", not " +
                                      std::to_string(kCheckpointFormat));
-        checkpoint->state = {manifest.at("iteration"),
-                             manifest.at("samples"),
-                             manifest.at("optimizer_steps"),
+        checkpoint->state = {whole(manifest.at("iteration")),
+                             whole(manifest.at("samples")),
+                             whole(manifest.at("optimizer_steps")),
                              manifest.value("loss_scale", 0.0),
-                             manifest.value("good_steps", int64_t(0)),
+                             whole(manifest.value("good_steps", nlohmann::ordered_json(0u))),
                              manifest.at("model"),
                              manifest.at("layout")};
+        if (!checkpoint->state.model.is_object()) throw std::runtime_error(manifest_path + ": its model is no object");
+        if (const double scale = checkpoint->state.loss_scale; !(scale >= 0 && scale <= 0x1p60))
+            throw std::runtime_error(manifest_path + ": its loss scale is not one");
         int index = 0;
+        std::set<std::string> names;
         for (const auto& entry : manifest.at("files")) {
             const std::string name = entry.at("name").get<std::string>(), shard = path + "/" + name;
+            if (name.find('/') != std::string::npos || !names.insert(name).second)
+                throw std::runtime_error(manifest_path + ": names " + name + " twice, or outside its directory");
             checkpoint->files.push_back(std::make_unique<SafeTensorsFile>(shard));
             const SafeTensorsFile& tensors = *checkpoint->files.back();
             if (tensors.file.size != entry.at("bytes").get<uint64_t>())
@@ -226,22 +240,23 @@ inline std::unique_ptr<Checkpoint> open_checkpoint(const std::string& dir, int r
                     throw std::runtime_error(shard + ": its CRC32 is wrong");
             }
             for (const auto& [tensor_name, tensor] : tensors.tensors) {
-                const auto place = nlohmann::json::parse(tensors.metadata.at(tensor_name));
+                const auto place = parse_json(tensors.metadata.at(tensor_name));
                 Slice s;
                 s.name = tensor_name;
                 auto range = [&](const char* key, int64_t& first, int64_t& second) {
-                    first = place.at(key).at(0);
-                    second = place.at(key).at(1);
+                    first = whole(place.at(key).at(0));
+                    second = whole(place.at(key).at(1));
                 };
                 range("shape", s.rows, s.cols);
                 range("rows", s.first_row, s.local_rows);
                 range("cols", s.first_col, s.local_cols);
                 range("flat", s.flat_begin, s.flat_end);
-                const bool inside = 0 <= s.first_row && s.first_row <= s.local_rows && s.local_rows <= s.rows &&
-                                    0 <= s.first_col && s.first_col <= s.local_cols && s.local_cols <= s.cols;
+                constexpr int64_t largest = int64_t(1) << 30;  // products stay below 2^63, in bytes too
+                const bool inside = s.rows <= largest && s.cols <= largest && s.first_row <= s.local_rows &&
+                                    s.local_rows <= s.rows && s.first_col <= s.local_cols && s.local_cols <= s.cols;
                 s.local_rows -= s.first_row;
                 s.local_cols -= s.first_col;
-                if (!inside || s.flat_begin < 0 || s.flat_end < s.flat_begin ||
+                if (!inside || s.flat_end < s.flat_begin ||
                     s.flat_end > s.local_rows * s.local_cols || tensor.dtype != "F32" ||
                     tensor.bytes != size_t(s.size()) * sizeof(float))
                     throw std::runtime_error(shard + ": tensor " + tensor_name + " does not fit its place");

@@ -24,6 +24,7 @@ header CLI/CLI.hpp libcli11-dev
 header boost/context/fiber.hpp libboost-context-dev
 header zlib.h zlib1g-dev
 header sentencepiece_processor.h libsentencepiece-dev
+[ -z "${MAKE_FUZZ:-}" ] || program clang++ clang
 [ -n "${MAKE_DATA:-}" ] || program bible bible-kjv
 
 if [ ${#missing[@]} -gt 0 ]; then

@@ -23,15 +23,15 @@
 inline void apply_hf_config(Options& o) {
     const std::string path = o.load_hf + "/config.json";
     auto refuse = [&](const std::string& reason) { return UserError("--load-hf " + path + ": " + reason); };
-    nlohmann::json config;
+    nlohmann::ordered_json config;
     try {
         const MappedFile file(path);
-        config = nlohmann::json::parse(file.data, file.data + file.size);
+        config = parse_json({file.data, file.size});
         if (!config.is_object()) throw std::runtime_error("is not a JSON object");
     } catch (const std::exception& error) {
         throw UserError("--load-hf: " + path + ": " + error.what());
     }
-    auto must_be = [&](const char* key, const nlohmann::json& value) {
+    auto must_be = [&](const char* key, const nlohmann::ordered_json& value) {
         if (config.value(key, value) != value)
             throw refuse(std::string(key) + " is " + config[key].dump() + ", but only " + value.dump() +
                          " is computed here");

@@ -51,7 +51,7 @@ struct Options {
     double initial_loss_scale = 4294967296.0;  // 2^32
     int64_t loss_scale_window = 1000;          // good iterations after which it doubles
     double adam_beta1 = 0.9, adam_beta2 = 0.999, adam_eps = 1e-8;
-    uint64_t seed = 1234;
+    int64_t seed = 1234;
 
     // Data, evaluation, output
     std::string data_path, valid_data_path;
@@ -89,6 +89,7 @@ constexpr int64_t kLargestSize = int64_t(1) << 20;
 inline void add_options(CLI::App& app, Options& o) {
     app.option_defaults()->always_capture_default();
     app.set_config("--config", "", "read options from a file: one `name=value` a line");
+    app.get_config_formatter_base()->arrayDelimiter('\x1f');  // no option is a list: commas and spaces are a value's own
     app.allow_config_extras(CLI::config_extras_mode::error);
     app.get_formatter()->column_width(52);
 
@@ -339,6 +340,7 @@ inline void validate_values(const Options& o) {
     in_range("--attention-dropout", o.attention_dropout, 0.0, 1.0, true);
     in_range("--hidden-dropout", o.hidden_dropout, 0.0, 1.0, true);
     in_range("--init-method-std", o.init_method_std, 0.0, 100.0);
+    in_range("--seed", o.seed, 0, int64_t(1) << 62);
     in_range("--lr", o.lr, 0.0, 1e6);
     in_range("--min-lr", o.min_lr, 0.0, o.lr);
     in_range("--weight-decay", o.weight_decay, 0.0, 1e6);

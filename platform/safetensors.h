@@ -20,6 +20,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -101,6 +102,16 @@ struct FileWriter {
     [[noreturn]] void refuse() const { throw std::runtime_error(path + ": cannot write: " + std::strerror(errno)); }
 };
 
+// A JSON text from a file that nobody vouches for: deep nesting, which would overflow the stack of whatever walks it, is
+// refused. Throws std::exception.
+inline nlohmann::ordered_json parse_json(std::string_view text) {
+    const auto depth_limited = [](int depth, nlohmann::ordered_json::parse_event_t, nlohmann::ordered_json&) {
+        if (depth > 8) throw std::runtime_error("its JSON is nested too deeply");
+        return true;
+    };
+    return nlohmann::ordered_json::parse(text.begin(), text.end(), depth_limited);
+}
+
 struct SafeTensor {
     std::string dtype;  // "F32", "I32", ...
     std::vector<int64_t> shape;
@@ -157,11 +168,7 @@ private:
         if (header_size > file.size - sizeof header_size)
             throw std::runtime_error("its header is longer than the file");
         const char* begin = file.data + sizeof header_size;
-        const auto depth_limited = [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
-            if (depth > 8) throw std::runtime_error("its header is nested too deeply");
-            return true;
-        };
-        const auto header = nlohmann::json::parse(begin, begin + header_size, depth_limited);
+        const auto header = parse_json(std::string_view(begin, header_size));
         if (!header.is_object()) throw std::runtime_error("its header is not a JSON object");
         const uint64_t data_size = file.size - sizeof header_size - header_size;
         std::map<uint64_t, uint64_t> ranges;

@@ -10,7 +10,9 @@
 #include <doctest/doctest.h>
 #include <mpi.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,12 @@ inline void skip(const std::string& reason) { std::printf("[skipped] %s\n", reas
 
 // The exhaustive matrices run only under `make test-full`.
 inline bool full_tests() { return std::getenv("PTDP_FULL") != nullptr; }
+
+// Seconds until $PTDP_DEADLINE, when long tests stop by themselves; without one, for ever.
+inline double seconds_left() {
+    const char* deadline = std::getenv("PTDP_DEADLINE");
+    return deadline ? std::max(0.0, std::atof(deadline) - double(time(nullptr))) : 1e9;
+}
 
 int main(int argc, char** argv) {
     MPI_Init(&argc, &argv);

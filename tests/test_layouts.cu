@@ -375,12 +375,6 @@ TEST_CASE("worker: layouts" * doctest::skip()) {
 }
 
 namespace {
-// Seconds until $PTDP_DEADLINE; without one, for ever.
-double seconds_left() {
-    const char* deadline = std::getenv("PTDP_DEADLINE");
-    return deadline ? std::max(0.0, std::atof(deadline) - double(time(nullptr))) : 1e9;
-}
-
 // Every layout in a world of its size. share: the part of the time left that they may use, if there is a deadline; the
 // worlds divide it by the processes that they start.
 void run_worlds(const TempDir& dir, const std::vector<Layout>& layouts, int limit, double share = 1,

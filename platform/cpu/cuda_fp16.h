@@ -3,9 +3,14 @@
 #pragma once
 
 struct __half {
-    _Float16 value = 0;
+#ifdef __clang__  // has _Float16 only where the processor computes in it; `make fuzz` compiles with clang
+    using Stored = __fp16;
+#else
+    using Stored = _Float16;
+#endif
+    Stored value = 0;
 
     __half() = default;
-    __half(float x) : value(_Float16(x)) {}
+    __half(float x) : value(Stored(x)) {}
     operator float() const { return float(value); }
 };
