@@ -4,6 +4,7 @@
 # make test-full the same with the exhaustive matrices
 # make fuzz      feeds every parser of files with mutated bytes, SECONDS=60 each (needs clang, which it installs)
 # make fuzz-config tries COUNT=100 drawn combinations of flags (SEED=1)
+# make soak      2000 iterations on 8 ranks: memory, losses, checkpoints
 # make bench     times training on this machine: shares of its GEMM peak, layouts against one process
 # make cuda      the same sources with nvcc, for every architecture it knows: build/cuda/train, plan, tests and bench
 # make gpu-check on a machine with a GPU and no package registry: builds, checks, times; the report is build/gpu-check.txt
@@ -105,7 +106,7 @@ $(BUILD)/test_%: tests/test_%.cu $(HEADERS) Makefile
 	$(COMPILE)
 # These start programs and look at what they print
 ifndef SANITIZE
-$(addprefix $(BUILD)/test_,fuzz kernels plan precision train): OPTIMIZE = -O1
+$(addprefix $(BUILD)/test_,faults fuzz kernels plan precision train): OPTIMIZE = -O1
 endif
 # This test trains a tokenizer
 $(BUILD)/test_platform: LIBRARIES += -lsentencepiece_train
@@ -138,7 +139,7 @@ test: deps
 	@BUILD=$(BUILD) TESTS_SECONDS=$(TESTS_SECONDS) tests/run $(TESTS)
 test-full: export PTDP_FULL = 1
 test-full: test
-build-tests: $(if $(filter train plan checkpoint precision fuzz,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter platform,$(ONLY)),$(BUILD)/staged/test_platform) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
+build-tests: $(if $(filter train plan checkpoint precision fuzz faults,$(ONLY)),$(BUILD)/train $(BUILD)/plan) $(if $(filter precision,$(ONLY)),mixed-bf16 mixed-fp16) $(if $(filter platform,$(ONLY)),$(BUILD)/staged/test_platform) $(if $(filter kernels,$(ONLY)),$(FIBERS)) $(TESTS)
 
 # The programs that test_precision runs
 mixed-%:
@@ -161,6 +162,10 @@ fuzz-config: deps
 	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/train $(BUILD)/test_fuzz
 	@BUILD=$(BUILD) PTDP_COMBINATIONS=$(or $(COUNT),100) PTDP_SEED=$(or $(SEED),1) $(BUILD)/test_fuzz --test-case="any combination*"
 
+soak: deps
+	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/train $(BUILD)/test_faults
+	@BUILD=$(BUILD) OMP_WAIT_POLICY=passive $(BUILD)/test_faults --no-skip --test-case="soak*"
+
 # BENCH="kernels one parallel layouts checkpoints plan precision": only these tables. PYTHON: one that can import PyTorch
 bench: deps
 	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench $(BUILD)/plan $(if $(DEFINES),,bench-bf16)
@@ -182,5 +187,5 @@ gpu-check:
 clean:
 	rm -rf build train plan
 
-.PHONY: always all help deps run test test-full build-tests fuzz fuzz-config bench bench-bf16 cuda cuda-programs gpu-carry gpu-check clean
+.PHONY: always all help deps run test test-full build-tests fuzz fuzz-config soak bench bench-bf16 cuda cuda-programs gpu-carry gpu-check clean
 .DELETE_ON_ERROR:

@@ -887,6 +887,7 @@ inline void print_plan(const Options& o, const GptConfig& config, const MemoryPl
 inline std::pair<int, int> rank_on_host() {
     MPI_Comm host;
     int rank = 0, ranks = 1;
+    const standin::Deadline deadline("MPI_Comm_split_type");
     MPI_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host));
     MPI_CHECK(MPI_Comm_rank(host, &rank));
     MPI_CHECK(MPI_Comm_size(host, &ranks));
@@ -1068,7 +1069,10 @@ bool all_succeed(F step) {
 
 int main(int argc, char** argv) {
     std::signal(SIGXFSZ, SIG_IGN);  // a file that would grow beyond its limit is an error like a full disk, not a crash
-    MPI_CHECK(MPI_Init(&argc, &argv));
+    {
+        const standin::Deadline deadline("MPI_Init");
+        MPI_CHECK(MPI_Init(&argc, &argv));
+    }
     MPI_CHECK(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN));
     int rank = 0, ranks = 1, status = 2;
     MPI_CHECK(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
@@ -1082,6 +1086,7 @@ int main(int argc, char** argv) {
     bool ready = all_succeed([&] {
         options = parse_options(argc, argv, &help);
         if (!help.empty()) return;
+        if (options.comm_timeout >= 0) standin::state().comm_timeout = options.comm_timeout;
         choose_device();
         if (!options.load_hf.empty()) apply_hf_config(options);
         validate(options, ranks);
@@ -1116,7 +1121,6 @@ int main(int argc, char** argv) {
         if (rank == 0 && !options.load.empty() && !checkpoint)
             std::printf("no checkpoint in %s yet: starting from the beginning\n", options.load.c_str());
         choose_threads();
-        standin::state().comm_timeout = options.comm_timeout;
         try {
             const auto grid = make_grid(int(options.tensor_model_parallel_size), int(options.data_parallel_size),
                                         int(options.pipeline_model_parallel_size));
@@ -1124,8 +1128,12 @@ int main(int argc, char** argv) {
         } catch (const std::runtime_error& error) {  // on every rank alike
             if (rank == 0) std::fprintf(stderr, "train: %s\n", error.what());
             status = 1;
+        } catch (const std::bad_alloc&) {  // on this rank alone
+            fail(__FILE__, __LINE__, "train", "out of memory");
         }
     }
+    MPI_FINISH(MPI_Ibarrier, MPI_COMM_WORLD);  // says who is missing, as MPI_Finalize does not
+    const standin::Deadline deadline("MPI_Finalize");
     MPI_CHECK(MPI_Finalize());
     return status;
 }

@@ -256,9 +256,8 @@ inline std::unique_ptr<Checkpoint> open_checkpoint(const std::string& dir, int r
                                     s.local_rows <= s.rows && s.first_col <= s.local_cols && s.local_cols <= s.cols;
                 s.local_rows -= s.first_row;
                 s.local_cols -= s.first_col;
-                if (!inside || s.flat_end < s.flat_begin ||
-                    s.flat_end > s.local_rows * s.local_cols || tensor.dtype != "F32" ||
-                    tensor.bytes != size_t(s.size()) * sizeof(float))
+                if (!inside || s.flat_end < s.flat_begin || s.flat_end > s.local_rows * s.local_cols ||
+                    tensor.dtype != "F32" || tensor.bytes != size_t(s.size()) * sizeof(float))
                     throw std::runtime_error(shard + ": tensor " + tensor_name + " does not fit its place");
                 checkpoint->pieces[tensor_name].push_back({s, tensor.data});
             }

@@ -9,6 +9,7 @@
 #include <nccl.h>
 
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -113,6 +114,9 @@ void together(F step) {
     int failed = ranks, first = ranks;
     try {
         step();
+    } catch (const std::bad_alloc&) {
+        message = "out of memory";
+        failed = rank;
     } catch (const std::exception& error) {
         message = error.what();
         failed = rank;

@@ -1,4 +1,5 @@
-// Hardware files (examples/hardware/*.json): a device's rates and the few constants that plan.cu's performance model needs.
+// Hardware files (examples/hardware/*.json): a device's rates and the few constants that plan.cu's performance model
+// needs.
 #pragma once
 
 #include <fstream>

@@ -2,6 +2,9 @@
 // config line.
 #pragma once
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -29,11 +32,17 @@ struct LogFile {
         if (file) std::fclose(file);
     }
 
-    // Writes a line, at once; does nothing without a file. A write that fails ends the job.
+    // Writes a line, at once; does nothing without a file. A write that fails ends the job, and leaves the lines
+    // before.
     void line(const nlohmann::ordered_json& object) {
         if (!file) return;
         const std::string text = object.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
-        if (std::fwrite(text.data(), 1, text.size(), file) != text.size() || std::fflush(file) != 0)
-            fail(__FILE__, __LINE__, "write to --log-file " + path, std::strerror(errno));
+        struct stat before = {};
+        const bool known = fstat(fileno(file), &before) == 0 && S_ISREG(before.st_mode);
+        if (std::fwrite(text.data(), 1, text.size(), file) == text.size() && std::fflush(file) == 0) return;
+        const int error = errno;
+        if (known && ftruncate(fileno(file), before.st_size) != 0)
+            std::fprintf(stderr, "%s ends in half a line\n", path.c_str());
+        fail(__FILE__, __LINE__, "write to --log-file " + path, std::strerror(error));
     }
 };

@@ -89,7 +89,8 @@ constexpr int64_t kLargestSize = int64_t(1) << 20;
 inline void add_options(CLI::App& app, Options& o) {
     app.option_defaults()->always_capture_default();
     app.set_config("--config", "", "read options from a file: one `name=value` a line");
-    app.get_config_formatter_base()->arrayDelimiter('\x1f');  // no option is a list: commas and spaces are a value's own
+    app.get_config_formatter_base()->arrayDelimiter(
+        '\x1f');  // no option is a list: commas and spaces are a value's own
     app.allow_config_extras(CLI::config_extras_mode::error);
     app.get_formatter()->column_width(52);
 

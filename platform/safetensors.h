@@ -102,8 +102,8 @@ struct FileWriter {
     [[noreturn]] void refuse() const { throw std::runtime_error(path + ": cannot write: " + std::strerror(errno)); }
 };
 
-// A JSON text from a file that nobody vouches for: deep nesting, which would overflow the stack of whatever walks it, is
-// refused. Throws std::exception.
+// A JSON text from a file that nobody vouches for: deep nesting, which would overflow the stack of whatever walks it,
+// is refused. Throws std::exception.
 inline nlohmann::ordered_json parse_json(std::string_view text) {
     const auto depth_limited = [](int depth, nlohmann::ordered_json::parse_event_t, nlohmann::ordered_json&) {
         if (depth > 8) throw std::runtime_error("its JSON is nested too deeply");

@@ -7,8 +7,7 @@
 
 #include <mpi.h>
 
-#include <cerrno>
-#include <cstdio>
+#include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -16,6 +15,7 @@
 
 #include "platform/device.h"
 #include "platform/grid.h"
+#include "platform/safetensors.h"
 
 // Seconds to add to this rank's now() to get rank 0's: 0 on the same host, else half of the quickest of ten round
 // trips. Collective.
@@ -77,11 +77,14 @@ inline void write_trace(const std::string& path, const Grid& grid, const std::ve
     const std::string text = list.dump();
     const std::vector<std::string> texts = gather_texts(text.substr(1, text.size() - 2));
     if (grid.world_rank != 0) return;
-    std::FILE* file = std::fopen(path.c_str(), "wb");
-    bool ok = file && std::fputs("{\"traceEvents\":[\n", file) >= 0;
-    for (size_t i = 0; i < texts.size(); ++i)
-        ok = ok && std::fprintf(file, "%s%s", i ? ",\n" : "", texts[i].c_str()) >= 0;
-    ok = ok && std::fputs("\n],\"displayTimeUnit\":\"ms\"}\n", file) >= 0;
-    if (file && std::fclose(file) != 0) ok = false;
-    if (!ok) fail(__FILE__, __LINE__, "write to --trace " + path, std::strerror(errno));
+    try {
+        FileWriter file(path);
+        auto write = [&](const std::string& part) { file.write(part.data(), part.size()); };
+        write("{\"traceEvents\":[\n");
+        for (size_t i = 0; i < texts.size(); ++i) write((i ? ",\n" : "") + texts[i]);
+        write("\n],\"displayTimeUnit\":\"ms\"}\n");
+        file.finish();
+    } catch (const std::runtime_error& error) {
+        fail(__FILE__, __LINE__, "write to --trace", error.what());
+    }
 }

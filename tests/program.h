@@ -69,29 +69,77 @@ inline std::vector<pid_t> pids_in(const std::string& output) {
     return pids;
 }
 
+// A job in the background: mpirun and the ranks of ./train that it starts, wherever they are in their lives.
+struct Job {
+    std::string out;
+    RunResult result;
+    std::thread thread;
+
+    // `arguments`: mpirun's, such as {"-np", "4", train_program(), ...}; what it prints goes to `out`.
+    Job(const Words& arguments, const std::string& out, const Words& environment = {}, int limit = 60) : out(out) {
+        std::string command = "exec " + mpirun_program();
+        for (const std::string& word : arguments) command += " '" + word + "'";
+        write_file(out, "");
+        thread = std::thread([this, command, out, environment, limit] {
+            result = run_command({"sh", "-c", command + " >" + out + " 2>&1"}, limit, environment);
+        });
+    }
+    ~Job() {
+        if (thread.joinable()) thread.join();
+    }
+    Job(const Job&) = delete;
+    Job& operator=(const Job&) = delete;
+
+    std::string output() const { return read_file(out); }
+    // Waits until condition() holds; false if the time is up first.
+    template <class F>
+    bool until(F condition, double seconds = 30) const {
+        const auto start = std::chrono::steady_clock::now();
+        while (!condition()) {
+            if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > seconds) return false;
+            usleep(1000);
+        }
+        return true;
+    }
+    bool until_prints(const std::string& text) const {
+        return until([&] { return contains(output(), text); });
+    }
+    // Waits for the end; returns the seconds that took.
+    double finish() {
+        const auto start = std::chrono::steady_clock::now();
+        thread.join();
+        result.output = output();
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+};
+
+// The processes of ./train whose command line contains `text`, such as a directory's name that only one job has;
+// ordered by number, which is not always the order of ranks.
+inline std::vector<pid_t> ranks_of(const std::string& text) {
+    std::vector<pid_t> pids;
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
+        const pid_t pid = pid_t(std::atoi(entry.path().filename().c_str()));
+        if (pid <= 0 || !contains(read_file(entry.path() / "cmdline"), text)) continue;
+        const std::string status = read_file(entry.path() / "status");
+        if (status.rfind("Name:\ttrain\n", 0) == 0 && !contains(status, "State:\tZ")) pids.push_back(pid);
+    }
+    std::sort(pids.begin(), pids.end());
+    return pids;
+}
+
 // Starts ./train on 4 ranks for ever, calls `harm` with the process ids it printed once it trains, and waits for its
 // end.
 template <class F>
 RunResult harm_a_run(const Run& run, const Words& flags, F harm, double* seconds) {
-    const std::string out = run.dir.file("out");
-    std::string command = "exec " + mpirun_program() + " -np 4 " + train_program() + " --data-path " +
-                          run.dir.file("text") + " --train-iters 1000000 --log-interval 1";
-    for (const std::string& word : kSmall + flags) command += " " + word;
-    RunResult result;
-    std::thread job([&] { result = run_command({"sh", "-c", command + " >" + out + " 2>&1"}, 60); });
-    std::vector<pid_t> pids;
-    for (int i = 0; i < 300; ++i) {
-        usleep(100000);
-        const std::string text = read_file(out);
-        if (!contains(text, "iteration     3/")) continue;
-        pids = pids_in(text);
-        break;
-    }
-    const auto start = std::chrono::steady_clock::now();
-    if (pids.size() == 4) harm(pids);
-    job.join();
-    *seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    Job job(Words{"-np", "4", train_program(), "--data-path", run.dir.file("text"), "--train-iters", "1000000",
+                  "--log-interval", "1"} +
+                kSmall + flags,
+            run.dir.file("out"));
+    CHECK(job.until_prints("iteration     3/"));
+    const std::vector<pid_t> pids = pids_in(job.output());
     CHECK(pids.size() == 4);
-    result.output = read_file(out);
-    return result;
+    if (pids.size() == 4) harm(pids);
+    *seconds = job.finish();
+    return job.result;
 }

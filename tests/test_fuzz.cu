@@ -106,7 +106,7 @@ struct Drawn {
     int ranks = 1;
     std::vector<std::pair<std::string, std::string>> flags;  // name without --, value ("": a switch)
     bool in_config = false;                                  // given in a file, not on the command line
-    std::set<std::string> wrong;                             // flags of which the refusal must name one; none: it trains
+    std::set<std::string> wrong;  // flags of which the refusal must name one; none: it trains
 
     void set(const std::string& name, const std::string& value) { flags.push_back({name, value}); }
     void set(const std::string& name, int64_t value) { set(name, std::to_string(value)); }
@@ -135,9 +135,11 @@ Drawn draw(std::mt19937& random) {
     if (t * p * d > 8) d = 1;
     drawn.ranks = int(std::min<int64_t>(t * p * d, 8)) + (chance(4) ? 1 : 0);
     const int64_t a = t * one_of({1, 2, 3}) + (chance(4) ? 1 : 0), h = a * one_of({1, 3, 4, 8}) + (chance(4) ? 1 : 0);
-    const int64_t l = p * v * one_of({1, 1, 2}) + (chance(4) ? 1 : 0), s = one_of({1, 2, 7, 16, 33}), b = one_of({1, 1, 2, 3});
+    const int64_t l = p * v * one_of({1, 1, 2}) + (chance(4) ? 1 : 0), s = one_of({1, 2, 7, 16, 33}),
+                  b = one_of({1, 1, 2, 3});
     const int64_t ranks = drawn.ranks, data = ranks % (t * p) == 0 ? ranks / (t * p) : 1;
-    const int64_t m = one_of({1, 2, 3, 4}) * (v > 1 ? p : 1) + (chance(4) ? 1 : 0), B = b * data * m + (chance(4) ? 1 : 0);
+    const int64_t m = one_of({1, 2, 3, 4}) * (v > 1 ? p : 1) + (chance(4) ? 1 : 0),
+                  B = b * data * m + (chance(4) ? 1 : 0);
     drawn.set("num-layers", l);
     drawn.set("hidden-size", h);
     drawn.set("num-attention-heads", a);
@@ -170,7 +172,9 @@ Drawn draw(std::mt19937& random) {
         wrong(layers > std::max<int64_t>(1, l / (p * v)), {"--recompute-num-layers"});
     }
     if (chance(40)) {
-        const std::string schedule = chance(85) ? (v > 1 ? "interleaved" : chance(50) ? "gpipe" : "1f1b")
+        const std::string schedule = chance(85) ? (v > 1        ? "interleaved"
+                                                   : chance(50) ? "gpipe"
+                                                                : "1f1b")
                                                 : (v > 1 ? "gpipe" : "interleaved");
         drawn.set("schedule", schedule);
         wrong((v > 1) != (schedule == "interleaved"), {"--schedule"});
@@ -214,7 +218,8 @@ Drawn draw(std::mt19937& random) {
             {"seq-length-s", {"16"}},
         };
         const auto& [name, values] = bad[random() % bad.size()];
-        const bool there = std::any_of(drawn.flags.begin(), drawn.flags.end(), [&](auto& flag) { return flag.first == name; });
+        const bool there =
+            std::any_of(drawn.flags.begin(), drawn.flags.end(), [&](auto& flag) { return flag.first == name; });
         if (!there) {
             drawn.set(name, values[random() % values.size()]);
             drawn.wrong.insert(drawn.in_config ? name : "--" + name);
@@ -227,10 +232,18 @@ Drawn draw(std::mt19937& random) {
 Words serial(const Drawn& drawn) {
     Words words;
     for (const auto& [name, value] : drawn.flags) {
-        static const std::set<std::string> layout = {
-            "tp", "pp", "tensor-model-parallel-size", "pipeline-model-parallel-size", "virtual-pipeline-size",
-            "num-layers-per-virtual-pipeline-stage", "schedule", "no-scatter-gather-tensors-in-pipeline",
-            "use-distributed-optimizer", "recompute-granularity", "recompute-num-layers", "micro-batch-size"};
+        static const std::set<std::string> layout = {"tp",
+                                                     "pp",
+                                                     "tensor-model-parallel-size",
+                                                     "pipeline-model-parallel-size",
+                                                     "virtual-pipeline-size",
+                                                     "num-layers-per-virtual-pipeline-stage",
+                                                     "schedule",
+                                                     "no-scatter-gather-tensors-in-pipeline",
+                                                     "use-distributed-optimizer",
+                                                     "recompute-granularity",
+                                                     "recompute-num-layers",
+                                                     "micro-batch-size"};
         if (layout.count(name)) continue;
         words.push_back("--" + name);
         if (!value.empty()) words.push_back(value);
@@ -257,7 +270,8 @@ void check_config(const Drawn& drawn, const json& config) {
 
 }  // namespace
 
-TEST_CASE("any combination of flags trains to the serial run's losses, or is refused with a message that names a flag") {
+TEST_CASE(
+    "any combination of flags trains to the serial run's losses, or is refused with a message that names a flag") {
     const char* count = std::getenv("PTDP_COMBINATIONS");
     const int combinations = count ? std::atoi(count) : full_tests() ? 300 : 30;
     const char* seed = std::getenv("PTDP_SEED");

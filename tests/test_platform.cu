@@ -200,7 +200,7 @@ TEST_CASE("an event is complete only behind everything before it on its stream")
 TEST_CASE("worker: a send without a receiver" * doctest::skip()) {
     const auto grid = make_grid(1, 1, 2);
     Device device;
-    standin::set_comm_timeout(1);
+    standin::state().comm_timeout = 1;
     float value = 1;
     if (grid->world_rank == 1) NCCL_CHECK(ncclRecv(&value, 1, ncclFloat32, 0, grid->pipeline.comm, device.stream));
     CUDA_CHECK(cudaStreamSynchronize(device.stream));

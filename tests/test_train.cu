@@ -1,5 +1,4 @@
 // The program as its users meet it: ./train under mpirun, its messages, files and exit statuses.
-#include <sys/resource.h>
 
 #include "tests/bounds.h"
 #include "tests/program.h"
@@ -404,66 +403,4 @@ TEST_CASE("plan draws schedules, and refuses what has none") {
         CHECK(refused.status == 2);
         for (const std::string& part : expected) CHECK_MESSAGE(contains(refused.output, part), part);
     }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Faults: the job ends, and says why
-
-TEST_CASE("a rank killed with SIGKILL ends the job within 10 seconds") {
-    for (const Words& layout : std::vector<Words>{{"--tp", "2", "--pp", "2"}, {}}) {
-        Run run;
-        double seconds = 0;
-        pid_t killed = 0;
-        const RunResult result = harm_a_run(
-            run, layout,
-            [&](const std::vector<pid_t>& pids) {
-                killed = pids[2];
-                kill(killed, SIGKILL);
-            },
-            &seconds);
-        CAPTURE(result.output);
-        CHECK(result.status != 0);
-        CHECK(result.status != 124);
-        CHECK(seconds < 10);
-        CHECK(contains(result.output, std::to_string(killed)));  // in the grid, and in MPICH's message
-    }
-}
-
-TEST_CASE("a silent rank: the others say whom they wait for, and the job ends") {
-    Run run;
-    double seconds = 0;
-    pid_t stopped = 0;
-    const RunResult result = harm_a_run(
-        run, {"--tp", "2", "--pp", "2", "--comm-timeout", "2"},
-        [&](const std::vector<pid_t>& pids) {
-            stopped = pids[3];
-            kill(stopped, SIGSTOP);
-        },
-        &seconds);
-    kill(stopped, SIGKILL);
-    CAPTURE(result.output);
-    CHECK(result.status != 0);
-    CHECK(result.status != 124);
-    CHECK(seconds < 10);
-    CHECK(contains(result.output, "has waited 2 seconds without progress"));
-    CHECK(contains(result.output, "for rank(s) 3"));
-}
-
-TEST_CASE("a rank that fails names itself, the call and the place, and ends the job") {
-    Run run;
-    double seconds = 0;
-    const RunResult result = harm_a_run(
-        run, {"--tp", "2", "--pp", "2", "--log-file", run.dir.file("log")},
-        [&](const std::vector<pid_t>& pids) {  // its log may not grow any more
-            const rlimit limit = {1000, 1000};
-            CHECK(prlimit(pids[0], RLIMIT_FSIZE, &limit, nullptr) == 0);
-        },
-        &seconds);
-    CAPTURE(result.output);
-    CHECK(result.status != 0);
-    CHECK(result.status != 124);
-    CHECK(seconds < 10);
-    CHECK(contains(result.output, "rank 0 failed: write to --log-file " + run.dir.file("log") + " at "));
-    CHECK(contains(result.output, "log.h:"));
-    CHECK(contains(result.output, "File too large"));
 }

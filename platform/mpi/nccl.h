@@ -207,18 +207,6 @@ inline NcclState& nccl_state() {
             });
             return fresh->buffered.size() < before;
         };
-        state().timed_out = [](double waited, const std::string& what) {
-            int rank = 0;
-            MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-            std::fprintf(stderr, "rank %d has waited %.0f seconds without progress in %s\n", rank, waited,
-                         what.c_str());
-            std::fflush(stderr);
-            const double start = wall_seconds();  // let the others say whom they wait for, too
-            while (wall_seconds() - start < 1.0) sched_yield();
-            MPI_Abort(MPI_COMM_WORLD, 1);
-            std::_Exit(1);
-        };
-        if (const char* seconds = std::getenv("PTDP_COMM_TIMEOUT")) state().comm_timeout = std::atof(seconds);
         if (const char* mode = std::getenv("PTDP_RENDEZVOUS")) state().rendezvous = mode[0] == '1';
         if (const char* seed = std::getenv("PTDP_DELAY_SEED")) {
             int rank = 0;
@@ -230,7 +218,6 @@ inline NcclState& nccl_state() {
     return *nccl;
 }
 
-inline void set_comm_timeout(double seconds) { state().comm_timeout = seconds; }
 inline void set_rendezvous(bool on) { state().rendezvous = on; }
 inline int64_t bytes_sent(ncclComm_t comm) { return comm->bytes_sent; }
 

@@ -1,10 +1,17 @@
 // Waiting for messages without spinning, for MPI in NCCL's place (nccl.h) and the CUDA stand-in's streams.
 #pragma once
 
+#include <mpi.h>
 #include <sched.h>
+#include <signal.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <string>
 
@@ -22,10 +29,10 @@ struct Operation {
 struct State {
     std::function<bool()> progress_streams = [] { return false; };  // messages that a stream waits for
     std::function<bool()> progress_sends = [] { return false; };    // buffered messages whose sender went on
-    std::function<void(double, const std::string&)> timed_out;
-    double comm_timeout = 600;  // seconds without progress; 0: none
-    double waiting_cpu = 0;     // thread CPU seconds spent waiting, so that others can be told from them
-    bool rendezvous = false;    // messages block, as NCCL's may: see nccl.h
+    // Seconds without progress; 0: none. PTDP_COMM_TIMEOUT counts until --comm-timeout is known.
+    double comm_timeout = std::getenv("PTDP_COMM_TIMEOUT") ? std::atof(std::getenv("PTDP_COMM_TIMEOUT")) : 600;
+    double waiting_cpu = 0;   // thread CPU seconds spent waiting, so that others can be told from them
+    bool rendezvous = false;  // messages block, as NCCL's may: see nccl.h
 };
 inline State& state() {
     static State state;
@@ -40,6 +47,43 @@ inline double thread_cpu_seconds() {
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
     return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
 }
+
+// Says what this rank waits for, and ends the job.
+[[noreturn]] inline void timed_out(double waited, const std::string& what) {
+    int rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    std::fprintf(stderr, "rank %d has waited %.0f seconds without progress in %s\n", rank, waited, what.c_str());
+    std::fflush(stderr);
+    const double start = wall_seconds();  // let the others say whom they wait for, too
+    while (wall_seconds() - start < 1.0) sched_yield();
+    MPI_Abort(MPI_COMM_WORLD, 1);
+    std::_Exit(1);
+}
+
+// comm_timeout for the few MPI calls that cannot be polled: ends the process, and with it the job, unless it is gone
+// before.
+struct Deadline {
+    explicit Deadline(const char* call) {
+        const double seconds = state().comm_timeout;
+        if (seconds <= 0 || seconds > 1e9) return;
+        std::snprintf(text(), kText, "a rank has waited %.0f seconds without progress in %s\n", seconds, call);
+        signal(SIGALRM, [](int) {
+            if (write(2, text(), std::strlen(text())) >= 0) usleep(300000);  // the launcher must read it first
+            _exit(1);
+        });
+        alarm(unsigned(std::ceil(seconds)));
+    }
+    ~Deadline() { alarm(0); }
+    Deadline(const Deadline&) = delete;
+    Deadline& operator=(const Deadline&) = delete;
+
+private:
+    static constexpr size_t kText = 128;
+    static char* text() {
+        static char text[kText];
+        return text;
+    }
+};
 
 // Polls every message of this process once; true if anything moved.
 inline bool progress() {
@@ -61,8 +105,7 @@ void wait(Condition condition, Description waits_for) {
         }
         sched_yield();
         const double waited = wall_seconds() - last_progress;
-        if (state().timed_out && state().comm_timeout > 0 && waited > state().comm_timeout)
-            state().timed_out(waited, waits_for());
+        if (state().comm_timeout > 0 && waited > state().comm_timeout) timed_out(waited, waits_for());
     }
     state().waiting_cpu += thread_cpu_seconds() - cpu;
 }
