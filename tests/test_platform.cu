@@ -216,6 +216,24 @@ TEST_CASE("a rank that waits for nobody's message says so after --comm-timeout")
                   result.output);
 }
 
+TEST_CASE("copies of buffered messages take over each other's memory, and nothing piles up") {
+    auto& spares = standin::spare_copies();
+    const std::vector<char> message(3000, 'x');
+    for (int round = 0; round < 100; ++round) {
+        std::vector<std::vector<char>> sent;
+        for (size_t bytes : {1000, 3000, 2000}) sent.push_back(standin::copy_of(message.data(), bytes));
+        if (round > 0) CHECK(spares.empty());
+        for (std::vector<char>& copy : sent) {
+            CHECK(std::string(copy.begin(), copy.end()) == std::string(copy.size(), 'x'));
+            spares.push_back(std::move(copy));
+        }
+        REQUIRE(spares.size() == 3);
+    }
+    const char* largest = spares[1].data();
+    CHECK(standin::copy_of(message.data(), 2500).data() == largest);
+    spares.clear();
+}
+
 TEST_CASE("the stand-in refuses what NCCL and cuBLAS refuse") {
     Device device;
     ncclComm lone;

@@ -140,9 +140,16 @@ inline std::vector<std::vector<char>>& spare_copies() {
     return spares;
 }
 inline std::vector<char> copy_of(const char* data, size_t bytes) {
+    auto& spares = spare_copies();
+    auto best = spares.end();
+    for (auto spare = spares.begin(); spare != spares.end(); ++spare)
+        if (spare->capacity() >= bytes && (best == spares.end() || spare->capacity() < best->capacity())) best = spare;
     std::vector<char> copy;
-    for (std::vector<char>& spare : spare_copies())
-        if (spare.capacity() >= bytes && (copy.capacity() == 0 || spare.capacity() < copy.capacity())) copy.swap(spare);
+    if (best != spares.end()) {
+        copy.swap(*best);
+        best->swap(spares.back());
+        spares.pop_back();
+    }
     copy.assign(data, data + bytes);
     return copy;
 }
