@@ -43,7 +43,7 @@ COMM     ?= $(if $(filter 1 2 3 4 5 6 7,$(GPUS)),mpi,nccl)
 ifeq ($(filter $(BACKEND),cpu cuda)$(filter $(COMM),nccl mpi),)
 $(error BACKEND is "$(BACKEND)" and must be cpu or cuda; COMM is "$(COMM)" and must be nccl or mpi)
 endif
-BUILD    := build/$(BACKEND)
+BUILD    := build/$(if $(SANITIZE),sanitize,$(BACKEND))
 # A comma would end an argument of $(if)
 comma    := ,
 ARCHS     = $(foreach arch,80 90 100,$(if $(findstring compute_$(arch),$(shell $(NVCC) --list-gpu-arch 2>/dev/null)),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)))
@@ -67,7 +67,6 @@ endif
 
 # Leaks are not looked for: MPI keeps some memory to the end
 ifdef SANITIZE
-BUILD    = build/sanitize
 OPTIMIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=$(SANITIZE) -fno-sanitize-recover=undefined
 export ASAN_OPTIONS = detect_leaks=0
 endif

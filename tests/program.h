@@ -70,13 +70,14 @@ inline std::vector<pid_t> pids_in(const std::string& output) {
 }
 
 // A job in the background: mpirun and the ranks of ./train that it starts, wherever they are in their lives.
-struct Job {
+struct RunningJob {
     std::string out;
     RunResult result;
     std::thread thread;
 
     // `arguments`: mpirun's, such as {"-np", "4", train_program(), ...}; what it prints goes to `out`.
-    Job(const Words& arguments, const std::string& out, const Words& environment = {}, int limit = 60) : out(out) {
+    RunningJob(const Words& arguments, const std::string& out, const Words& environment = {}, int limit = 60)
+        : out(out) {
         std::string command = "exec " + mpirun_program();
         for (const std::string& word : arguments) command += " '" + word + "'";
         write_file(out, "");
@@ -84,11 +85,11 @@ struct Job {
             result = run_command({"sh", "-c", command + " >" + out + " 2>&1"}, limit, environment);
         });
     }
-    ~Job() {
+    ~RunningJob() {
         if (thread.joinable()) thread.join();
     }
-    Job(const Job&) = delete;
-    Job& operator=(const Job&) = delete;
+    RunningJob(const RunningJob&) = delete;
+    RunningJob& operator=(const RunningJob&) = delete;
 
     std::string output() const { return read_file(out); }
     // Waits until condition() holds; false if the time is up first.
@@ -132,10 +133,10 @@ inline std::vector<pid_t> ranks_of(const std::string& text) {
 // end.
 template <class F>
 RunResult harm_a_run(const Run& run, const Words& flags, F harm, double* seconds) {
-    Job job(Words{"-np", "4", train_program(), "--data-path", run.dir.file("text"), "--train-iters", "1000000",
-                  "--log-interval", "1"} +
-                kSmall + flags,
-            run.dir.file("out"));
+    RunningJob job(Words{"-np", "4", train_program(), "--data-path", run.dir.file("text"), "--train-iters", "1000000",
+                         "--log-interval", "1"} +
+                       kSmall + flags,
+                   run.dir.file("out"));
     CHECK(job.until_prints("iteration     3/"));
     const std::vector<pid_t> pids = pids_in(job.output());
     CHECK(pids.size() == 4);
