@@ -191,7 +191,7 @@ std::string feed(Reader reader, const std::string& dir, const std::string& input
 }  // namespace parsers
 
 #ifdef __CUDACC__  // nvcc takes these for device functions too, which nothing here calls
-#pragma nv_diag_suppress 20011
+#pragma nv_diag_suppress 20011, 20014
 #endif
 void* operator new(size_t size) { return parsers::counted(size); }
 void* operator new[](size_t size) { return parsers::counted(size); }

@@ -218,8 +218,8 @@ Drawn draw(std::mt19937& random) {
             {"seq-length-s", {"16"}},
         };
         const auto& [name, values] = bad[random() % bad.size()];
-        const bool there =
-            std::any_of(drawn.flags.begin(), drawn.flags.end(), [&](auto& flag) { return flag.first == name; });
+        bool there = false;
+        for (const auto& flag : drawn.flags) there = there || flag.first == name;
         if (!there) {
             drawn.set(name, values[random() % values.size()]);
             drawn.wrong.insert(drawn.in_config ? name : "--" + name);
