@@ -9,6 +9,8 @@
 # make cuda      the same sources with nvcc, for every architecture it knows: build/cuda/train, plan, tests and bench
 # make gpu-check on a machine with a GPU and no package registry: builds, checks, times; the report is build/gpu-check.txt
 # make gpu-carry packs what gpu-check needs beside the sources and the CUDA Toolkit into build/carry
+# make lab       N=1 DIR=../lab1: writes a copy in which lab 1's exercises are to be solved (labs/1.md; N from 1 to 5)
+# make grade     in such a copy: builds and runs the lab's tests; a line per exercise and a score (JSON=1: as JSON)
 # make deps      installs what is missing, with apt
 # make clean     removes what make has built
 #
@@ -70,6 +72,14 @@ ifdef SANITIZE
 OPTIMIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=$(SANITIZE) -fno-sanitize-recover=undefined
 export ASAN_OPTIONS = detect_leaks=0
 endif
+
+# In a copy that `make lab` has made: what is not written yet leaves parameters unused; compiled for a quick answer
+LAB := $(or $(N),$(shell cat LAB 2>/dev/null))
+ifneq ($(wildcard LAB),)
+WARNINGS += -Wno-unused
+OPTIMIZE  = -O1
+endif
+LAB_TESTS = gpt tensor_parallel pipeline data_parallel plan
 
 # The other tests' expectations are fp32's
 ONLY   ?= $(if $(DEFINES),layouts,$(patsubst tests/test_%.cu,%,$(wildcard tests/test_*.cu)))
@@ -165,6 +175,13 @@ soak: deps
 	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/train $(BUILD)/test_faults
 	@BUILD=$(BUILD) OMP_WAIT_POLICY=passive $(BUILD)/test_faults --no-skip --test-case="soak*"
 
+lab:
+	@labs/make_lab "$(N)" "$(DIR)"
+grade: deps
+	@$(if $(LAB),,echo "make grade: this is no lab's copy; make grade N=1 grades the project itself" >&2; exit 2)
+	@$(MAKE) -s -j$(JOBS) --no-print-directory $(BUILD)/test_$(word $(or $(LAB),1),$(LAB_TESTS))
+	@BUILD=$(BUILD) LAB=$(LAB) labs/grade $(BUILD)/test_$(word $(or $(LAB),1),$(LAB_TESTS)) $(if $(JSON),--json)
+
 # BENCH="kernels one parallel layouts checkpoints plan precision": only these tables. PYTHON: one that can import PyTorch
 bench: deps
 	@$(MAKE) -j$(JOBS) --no-print-directory $(BUILD)/bench $(BUILD)/plan $(if $(DEFINES),,bench-bf16)
@@ -186,5 +203,5 @@ gpu-check:
 clean:
 	rm -rf build train plan
 
-.PHONY: always all help deps run test test-full build-tests fuzz fuzz-config soak bench bench-bf16 cuda cuda-programs gpu-carry gpu-check clean
+.PHONY: always all help deps run test test-full build-tests fuzz fuzz-config soak lab grade bench bench-bf16 cuda cuda-programs gpu-carry gpu-check clean
 .DELETE_ON_ERROR:

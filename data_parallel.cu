@@ -78,18 +78,21 @@ struct GradientReduction {
         return last.offset + last.padded - first.offset;
     }
 
-    // Sums a bucket over the data group: whole on every replica, or each replica's part of each tensor on that replica.
+    // Sums a bucket over the data group: whole on every replica, or each replica's part of each tensor on that replica,
+    // in place: replica r's is the r-th of d equal parts of the tensor's `padded` floats.
     void reduce(const Bucket& bucket) {
         if (!distributed) {
             float* begin = gpt.gradients.data + gpt.parameters[bucket.first].offset;
             all_reduce(gpt.device, grid.data, begin, int64_t(floats(bucket)));
             return;
         }
+        // [lab 4.4] distributed optimizer: reduce-scatter
         for (size_t i = bucket.first; i < bucket.last; ++i) {
             float* gradient = gpt.gradients.data + gpt.parameters[i].offset;
             const int64_t part = int64_t(gpt.parameters[i].padded) / grid.d;
             reduce_scatter(gpt.device, grid.data, gradient, gradient + grid.d_rank * part, part);
         }
+        // [end]
     }
 
     // Makes every replica's gradients whole again after reduce-scatters (for --dump).
@@ -101,21 +104,29 @@ struct GradientReduction {
         }
     }
 
-    // The last microbatch's backward has finished with this layer (the pipeline executor's callback).
+    // The last microbatch's backward has finished with this layer (the pipeline executor's callback). Counts it in its
+    // bucket, and reduces the bucket when all its layers are there; the count then starts again, for the next
+    // iteration.
     void gradient_ready(int chunk, int layer) {
+        // [lab 4.1] buckets
         Bucket& bucket = layer_buckets[bucket_of[chunk][layer]];
         if (++bucket.ready < bucket.layers) return;
         bucket.ready = 0;
         reduce(bucket);
+        // [end]
     }
 
-    // After the last backward: the tied embedding's two contributions, then the buckets at the model's ends.
+    // After the last backward: the tied embedding's two contributions, then the buckets at the model's ends. At p = 1
+    // the output layer's contribution is in gpt.tied_gradient and joins gpt.wte's; else the first stage has one, in
+    // gpt.wte, and the last the other, in gpt.head, and both get the sum over the embedding group.
     void finish() {
         const int64_t size = gpt.embedding_slice.local_size();
+        // [lab 4.2] tied embeddings
         if (grid.p == 1)
             launch<add_kernel>(gpt.device, flat_grid(size), kBlock, gpt.tied_gradient.data, gpt.wte.gradient, size);
         else if (gpt.holds_tied_copy())
             all_reduce(gpt.device, grid.embedding, grid.first_stage() ? gpt.wte.gradient : gpt.head.gradient, size);
+        // [end]
         for (const Bucket& bucket : end_buckets) reduce(bucket);
     }
 };
@@ -215,6 +226,9 @@ struct Optimizer {
     }
 
     // The norm of the whole model's reduced gradient, the same on every rank; not finite if any rank's part is not.
+    // Each parameter counts once: a replicated one on tensor rank 0 only, the tied copy not at all. The sums of all
+    // parameters are added over the model group (the ranks of one replica) and, where each replica has a part of each,
+    // the data group.
     double gradient_norm() {
         int64_t block = 0;
         for (const OptimizerSlice& slice : slices) {
@@ -229,19 +243,24 @@ struct Optimizer {
             const Parameter& parameter = gpt.parameters[i];
             double sum = 0;
             for (int64_t k = 0; k < flat_grid(int64_t(slices[i].size)); ++k) sum += blocks[block++];
+            // [lab 4.3] the gradient norm: what counts
             const bool counted_elsewhere =
                 parameter.tied_copy || (parameter.split == Split::replicated && grid.t_rank > 0);
             if (!counted_elsewhere) sums[parameter.index] = sum;
+            // [end]
         }
         to_device(gpt.device, tensor_sums.data, sums.data(), sums.size());
+        // [lab 4.3] the gradient norm: over all ranks
         if (distributed) all_reduce(gpt.device, grid.data, tensor_sums.data, int64_t(sums.size()));
         all_reduce(gpt.device, grid.model, tensor_sums.data, int64_t(sums.size()));
+        // [end]
         double total = 0;
         for (double sum : to_vector(gpt.device, tensor_sums.data, sums.size())) total += sum;
         return std::sqrt(total);
     }
 
-    // Clips by the given global norm, updates the weights at learning rate `lr`, and clears the gradients.
+    // Clips by the given global norm, updates the weights at learning rate `lr`, and clears the gradients. With a
+    // distributed optimizer each replica then has its part of the new weights, and an all-gather makes them whole.
     void step(double norm, double lr) {
         ++step_count;
         const double scale = config.clip > 0 ? std::min(1.0, config.clip / (norm + 1e-6)) : 1.0;
@@ -256,9 +275,12 @@ struct Optimizer {
                                 m.data + slice.state, v.data + slice.state, int64_t(slice.size), float(scale),
                                 float(config.beta1), float(config.beta2), float(config.epsilon), float(rate),
                                 float(correction), float(keep));
-            if (distributed)
+            if (distributed) {
+                // [lab 4.4] distributed optimizer: all-gather
                 all_gather(gpt.device, grid.data, gpt.used_weights() + slice.offset,
                            gpt.used_weights() + parameter.offset, int64_t(slice.size));
+                // [end]
+            }
         }
         clear_gradients();
     }

@@ -36,10 +36,12 @@
 constexpr int kChunkRows = 32;
 inline int64_t row_chunks(int64_t rows) { return (rows + kChunkRows - 1) / kChunkRows; }
 
-// y [T, h] = (x - mean) / sqrt(variance + epsilon) * gamma + beta; keeps mean and 1/std [T] for the backward.
-// One block per row. 8 bytes per element.
+// y [T, h] = (x - mean) / sqrt(variance + epsilon) * gamma + beta; keeps mean and 1/std [T] for the backward. The
+// variance is that of the row, divided by h, summed in a second pass from x - mean. One block per row. 8 bytes per
+// element.
 __global__ void layernorm_forward_kernel(const real* x, const real* gamma, const real* beta, real* y, float* mean,
                                          float* rstd, int h, float epsilon) {
+    // [lab 1.1] LayerNorm, forward
     const int64_t row = blockIdx.x;
     const real* in = x + row * h;
     real* out = y + row * h;
@@ -55,10 +57,13 @@ __global__ void layernorm_forward_kernel(const real* x, const real* gamma, const
         mean[row] = m;
         rstd[row] = r;
     }
+    // [end]
 }
 
 // dx [T, h] (+)= the gradient of LayerNorm's input x [T, h], given dy [T, h]; partial [chunks, 2 h] = each chunk's sums
-// for gamma's and beta's gradients. dx may be x. One block per chunk of rows. 16 bytes per element.
+// for gamma's and beta's gradients: dy n and dy, where n = (x - mean) rstd. The mean and the variance depend on x too,
+// so with g = dy gamma, dx = rstd (g - mean(g) - n mean(g n)), means over the row. dx may be x. One block per chunk of
+// rows. 16 bytes per element.
 template <bool accumulate>
 __global__ void layernorm_backward_kernel(const real* x, const real* gamma, const float* mean, const float* rstd,
                                           const real* dy, real* dx, float* partial, int64_t rows, int h) {
@@ -68,6 +73,7 @@ __global__ void layernorm_backward_kernel(const real* x, const real* gamma, cons
     __syncthreads();
     const int64_t first = int64_t(blockIdx.x) * kChunkRows;
     for (int64_t row = first; row < rows && row < first + kChunkRows; ++row) {
+        // [lab 1.2] LayerNorm, backward
         const float m = mean[row], r = rstd[row];
         float sum_dy = 0, sum_dy_normalized = 0;
         for (int j = threadIdx.x; j < h; j += blockDim.x) {
@@ -83,6 +89,7 @@ __global__ void layernorm_backward_kernel(const real* x, const real* gamma, cons
             const float gradient = (d * float(gamma[j]) - mean_dy - normalized * mean_dy_normalized) * r;
             dx[row * h + j] = real(accumulate ? float(dx[row * h + j]) + gradient : gradient);
         }
+        // [end]
     }
 }
 
@@ -175,13 +182,14 @@ __global__ void position_backward_kernel(const real* dx, float* gradient, int b,
 }
 
 // In place: row i of scores [b, a/t, s, s] becomes softmax(scale * scores) over columns 0..i, and 0 beyond: the causal
-// mask skips. With dropout, `dropped` (as scores) gets the masked probabilities. One block per row. 8 (16) bytes per
-// element.
+// mask skips. The row's maximum is taken off before exp, which changes nothing but keeps it from overflowing. With
+// dropout, `dropped` (as scores) gets the masked probabilities. One block per row. 8 (16) bytes per element.
 __global__ void causal_softmax_forward_kernel(real* scores, real* dropped, int s, int local_heads, int first_head,
                                               float scale, Dropout dropout) {
     const int64_t row = blockIdx.x, matrix = row / s;
     const int visible = int(row % s) + 1;
     real* p = scores + row * s;
+    // [lab 1.3] causal softmax, forward
     float largest = kLowest;
     for (int j = threadIdx.x; j < visible; j += blockDim.x) largest = float(p[j]) > largest ? float(p[j]) : largest;
     largest = block_max(largest);
@@ -194,6 +202,7 @@ __global__ void causal_softmax_forward_kernel(real* scores, real* dropped, int s
     const float factor = 1.0f / block_sum(sum);
     for (int j = threadIdx.x; j < visible; j += blockDim.x) p[j] = real(float(p[j]) * factor);
     for (int j = visible + threadIdx.x; j < s; j += blockDim.x) p[j] = real(0.0f);
+    // [end]
     if (!dropout.active()) return;
     __syncthreads();  // below, other threads visit the same elements
     real* q = dropped + row * s;
@@ -226,12 +235,14 @@ __global__ void causal_softmax_backward_kernel(const real* probabilities, const 
     const real* p = probabilities + row * s;
     const real* q = dropped + row * s;
     real* dp = d + row * s;
+    // [lab 1.4] causal softmax, backward
     float sum = 0;
     for (int j = threadIdx.x; j < visible; j += blockDim.x) sum += float(dp[j]) * float(q[j]);
     sum = block_sum(sum);
     for (int j = threadIdx.x; j < visible; j += blockDim.x)
         dp[j] = real(scale * (float(dp[j]) * float(q[j]) - float(p[j]) * sum));
     for (int j = visible + threadIdx.x; j < s; j += blockDim.x) dp[j] = real(0.0f);
+    // [end]
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -249,6 +260,17 @@ constexpr float kLayerNormEpsilon = 1e-5f;
 // Eq. 2, without its approximations: tied weights once, padding not.
 inline int64_t parameter_count(const GptConfig& c) {
     return c.layers * (12 * c.hidden * c.hidden + 13 * c.hidden) + (c.vocab + c.sequence + 2) * c.hidden;
+}
+
+// Eq. 3: the FLOPs of one iteration on B samples: per layer and sample the products take 24 s h^2 + 4 s^2 h forward
+// (two for every multiplication with its addition), the output layer's 2 s h V; backward twice that. When recomputing,
+// layers are computed forward once more, the output layer not.
+inline double iteration_flops(const GptConfig& c, int64_t batch, bool recompute) {
+    // [lab 5.1] eq. 3
+    const double B = double(batch), s = double(c.sequence), l = double(c.layers), h = double(c.hidden),
+                 V = double(c.vocab);
+    return (recompute ? 96 : 72) * B * s * l * h * h * (1 + s / (6 * h) + V / ((recompute ? 16 : 12) * l * h));
+    // [end]
 }
 
 constexpr int kLayerParameters = 12, kEmbeddingParameters = 2;

@@ -48,27 +48,35 @@ inline bool operator==(const Op& x, const Op& y) {
     return x.forward == y.forward && x.microbatch == y.microbatch && x.chunk == y.chunk;
 }
 
-// Pipeline rank `rank`'s operations for m microbatches and v chunks per rank, in order. GPipe runs all forwards first
-// (§2.2.1); 1F1B starts with as many forwards as there are ranks behind it, then alternates (§2.2.1); interleaved 1F1B
-// takes microbatches in groups of p through one chunk after the other (§2.2.2), so m must be a multiple of p. 1F1B is
-// its case v = 1.
+// A rank's k-th forward (backward), k = 0, 1, ...: microbatches go in groups of p through the rank's v chunks one after
+// the other (§2.2.2), forwards from chunk 0 up and backwards from chunk v - 1 down. With v = 1 it is microbatch k.
+inline Op kth_op(bool forward, int k, int p, int v) {
+    // [lab 3.1] interleaving: the k-th forward or backward
+    const int chunk = k % (p * v) / p;
+    return {forward, k / (p * v) * p + k % p, forward ? chunk : v - 1 - chunk};
+    // [end]
+}
+
+// Pipeline rank `rank`'s operations for m microbatches and v chunks per rank, in order: some forwards (the warm-up),
+// then one forward and one backward in turn, then the backwards that are left. GPipe's warm-up is all forwards
+// (§2.2.1); 1F1B's as many as there are ranks behind this one (§2.2.1), so that the first backward comes when its
+// gradient can be there; interleaved 1F1B's two for every rank behind, and (v - 1) p for the chunks before the last
+// (§2.2.2). There are m v forwards at most; interleaved, m must be a multiple of p.
 inline std::vector<Op> schedule_ops(ScheduleKind kind, int p, int rank, int v, int m) {
+    // [lab 3.2] the list of a rank
     const int total = m * v;
-    auto op = [&](bool forward, int k) {
-        const int chunk = k % (p * v) / p;
-        return Op{forward, k / (p * v) * p + k % p, forward ? chunk : v - 1 - chunk};
-    };
     int warmup = v == 1 ? p - rank - 1 : 2 * (p - rank - 1) + (v - 1) * p;
     if (kind == ScheduleKind::gpipe) warmup = total;
     warmup = std::min(warmup, total);
     std::vector<Op> ops;
-    for (int k = 0; k < warmup; ++k) ops.push_back(op(true, k));
+    for (int k = 0; k < warmup; ++k) ops.push_back(kth_op(true, k, p, v));
     for (int k = warmup; k < total; ++k) {
-        ops.push_back(op(true, k));
-        ops.push_back(op(false, k - warmup));
+        ops.push_back(kth_op(true, k, p, v));
+        ops.push_back(kth_op(false, k - warmup, p, v));
     }
-    for (int k = total - warmup; k < total; ++k) ops.push_back(op(false, k));
+    for (int k = total - warmup; k < total; ++k) ops.push_back(kth_op(false, k, p, v));
     return ops;
+    // [end]
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -359,14 +367,20 @@ inline ReplayedBubble replayed_bubble(const Schedule& schedule, const Program& p
     return {bubble_of(schedule, replayed), busiest * schedule.p / sum};
 }
 
-// §2.2.1, §2.2.2: (p - 1) / (v m).
-inline double bubble_formula(int p, int v, int m) { return double(p - 1) / (double(v) * double(m)); }
+// The bubble's time relative to the ideal time (§2.2.1, §2.2.2).
+inline double bubble_formula(int p, int v, int m) {
+    // [lab 5.2] the bubble
+    return double(p - 1) / (double(v) * double(m));
+    // [end]
+}
 
-// Chunk activations in flight on a rank, at most.
+// Chunk activations in flight on a rank, at most: those that its warm-up has forwarded and one more (§2.2.1, §2.2.2).
 inline int in_flight_formula(ScheduleKind kind, int p, int rank, int v, int m) {
+    // [lab 5.3] activations in flight
     if (kind == ScheduleKind::gpipe) return m;
     if (v == 1) return std::min(m, p - rank);
     return std::min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1);
+    // [end]
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -419,7 +433,7 @@ void chunk_forward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slo
 
 // dx [T, h], the gradient of the chunk's output, becomes that of its input x; `layer_done(i)` is called as soon as
 // layer i's gradients are complete for this microbatch. Blocks of `block` layers (0: none) are first computed again
-// from their input.
+// from their input (§3.5): the block that ends with layer i begins with layer i / block * block, whose input is kept.
 template <class F>
 void chunk_backward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Slot& slot, const real* x, real* dx,
                     int64_t block, F layer_done) {
@@ -427,10 +441,12 @@ void chunk_backward(Gpt& gpt, const Chunk& chunk, const Microbatch& mb, const Sl
     const int64_t layers = int64_t(chunk.layers.size());
     for (int64_t i = layers - 1; i >= 0; --i) {
         if (block > 0 && output_kept(i, layers, block)) {
+            // [lab 3.5] recomputation
             // The block's own output is not needed again: it goes to scratch that no forward reads.
             for (int64_t j = i / block * block; j <= i; ++j)
                 layer_forward(gpt, chunk.layers[j], mb, slot.layers[j], input_of(j),
                               j == i ? gpt.work.norm : slot.outputs[j]);
+            // [end]
         }
         layer_backward(gpt, chunk.layers[i], mb, slot.layers[i], input_of(i), dx);
         layer_done(int(i));
@@ -679,12 +695,25 @@ struct PipelineExecutor {
     // Scatter/gather (§4.1): of a message [T, h] that all t ranks of a tensor group hold alike, each sends its 1/t to
     // its counterpart on the next stage, whose tensor group gathers the whole.
     bool scatters() const { return options.scatter_gather && grid.t > 1; }
-    int64_t part_size(const Microbatch& mb) const { return mb.rows() * gpt.config.hidden / (scatters() ? grid.t : 1); }
+    // part_size: the elements a rank sends; part_of: where they begin; gather: makes what has arrived whole again.
+    int64_t part_size(const Microbatch& mb) const {
+        const int64_t whole = mb.rows() * gpt.config.hidden;
+        if (!scatters()) return whole;
+        // [lab 3.4] scatter/gather: the size of a part
+        return whole / grid.t;
+        // [end]
+    }
     real* part_of(real* message, const Microbatch& mb) const {
-        return message + (scatters() ? grid.t_rank * part_size(mb) : 0);
+        if (!scatters()) return message;
+        // [lab 3.4] scatter/gather: this rank's part
+        return message + grid.t_rank * part_size(mb);
+        // [end]
     }
     void gather(real* message, const Microbatch& mb) {
-        if (scatters()) all_gather(gpt.device, grid.tensor, part_of(message, mb), message, part_size(mb));
+        if (!scatters()) return;
+        // [lab 3.4] scatter/gather: the whole
+        all_gather(gpt.device, grid.tensor, part_of(message, mb), message, part_size(mb));
+        // [end]
     }
 
     // Runs this rank's steps. Losses of a training or evaluation run are left in `losses` (last stage).
@@ -764,12 +793,17 @@ struct PipelineExecutor {
         }
     }
 
+    // Runs a backward: finds what its forward left (slot and input); takes the gradient of the chunk's output from the
+    // exchange that brought it, or, behind the head, copies it from the output's place; runs the chunk's backward, and
+    // before layer 0 the embedding's; hands the gradient to the exchange that sends it, or its buffer back; and gives
+    // back the forward's slot and input. A buffer is given back with the event after which it is free.
     void backward(const Schedule& schedule, const Step& step, Run& state, const PipelineCallbacks& callbacks) {
         const int stage = step.op.chunk * schedule.p + grid.p_rank;
         const Key key{false, stage, step.op.microbatch}, forward_key{true, stage, step.op.microbatch};
         const Chunk& chunk = gpt.chunks[step.op.chunk];
         const Microbatch mb = callbacks.microbatch(step.op.microbatch);
         cudaStream_t stream = gpt.device.stream;
+        // [lab 3.3] the executor: a backward
         const Slot& slot = slots.at(state.slot.at(forward_key));
         real* x = state.input.at(forward_key);
         real* dx;
@@ -796,6 +830,7 @@ struct PipelineExecutor {
         release_slot(state, forward_key, done);
         inputs.give_back(x, done);
         state.input.erase(forward_key);
+        // [end]
     }
 
     void release_slot(Run& state, const Key& key, cudaEvent_t after) {

@@ -108,11 +108,16 @@ struct Job {
         const double L = double(l), H = double(h);
         return 12 * L * H * H * (1 + 13 / (12 * H) + double(V + s) / (12 * L * H));
     }
-    double flops() const {  // eq. 3, and the same without recomputation
-        const double L = double(l), H = double(h);
-        return (recompute ? 96 : 72) * double(B) * double(s) * L * H * H *
-               (1 + double(s) / (6 * H) + double(V) / ((recompute ? 16 : 12) * L * H));
+    GptConfig config() const {
+        GptConfig config;
+        config.layers = l;
+        config.hidden = h;
+        config.heads = a;
+        config.sequence = s;
+        config.vocab = V;
+        return config;
     }
+    double flops() const { return iteration_flops(config(), B, recompute); }
 };
 struct Layout {
     int64_t p = 1, t = 1, d = 1, v = 1, b = 1;
@@ -154,15 +159,19 @@ inline double gemm_time(const Hardware& hw, double m, double n, double k, double
 }
 inline double moving_time(const Hardware& hw, double bytes) { return bytes / (hw.memory_rate * hw.memory_share); }
 
-// A ring over `ranks` devices, `per_node` of them on each node: the ring's slowest edge carries `factor` (n-1)/n of the
-// bytes (2 for an all-reduce, 1 for an all-gather). Groups that share a node share its links: `per_node` are left.
+// The seconds of a ring over n = `ranks` devices, `per_node` of them on each node: every edge carries `factor` (n-1)/n
+// of the bytes (2 for an all-reduce, 1 for an all-gather), at the rate of the slowest: device_link device_link_share
+// within a node; between nodes network_link network_share, of which the ring has those of `per_node` devices, and every
+// round of messages takes hw.exchange to begin, `factor` times. One rank sends nothing.
 inline double ring_time(const Hardware& hw, double bytes, double ranks, double per_node, double factor) {
+    // [lab 5.4] a ring's time
     if (ranks <= 1) return 0;
     const double inside = hw.device_link * hw.device_link_share,
                  between = hw.network_link * hw.network_share * per_node;
     const bool within = per_node >= ranks;
     return factor * (ranks - 1) / ranks * bytes / (within ? inside : std::min(inside, between)) +
            (within ? 0 : factor * hw.exchange);
+    // [end]
 }
 
 struct Pair {
@@ -200,13 +209,17 @@ inline Pair head_time(const Hardware& hw, const Job& job, const Layout& x) {
 }
 
 // A message between stages, with scatter/gather (§4.1) or without; the sender waits for it.
+// Within one node, bytes over the device link; between nodes, the bytes (a t-th of them with scatter/gather) over the
+// network link and hw.exchange, and with scatter/gather the all-gather within the tensor group (a ring of factor 1).
 inline double message_time(const Hardware& hw, const Job& job, const Layout& x) {
+    // [lab 5.5] a message between stages
     if (x.p == 1) return 0;
     const double bytes = hw.word * double(job.s * x.b * job.h), t = double(x.t);
     if (x.devices() <= hw.devices_per_node) return bytes / (hw.device_link * hw.device_link_share);
     const double link = hw.network_link * hw.network_share;
     if (!job.scatter_gather || x.t == 1) return bytes / link + hw.exchange;
     return bytes / t / link + hw.exchange + ring_time(hw, bytes, t, std::min(t, double(hw.devices_per_node)), 1);
+    // [end]
 }
 
 // Parameters on the fullest device: its layers, and the embedding.
@@ -272,12 +285,6 @@ inline double replayed_seconds(const Job& job, const Layout& x, const Hardware& 
 
 // The memory of the fullest device in bytes, by the function that `train` predicts with.
 inline MemoryPlan memory_of(const Job& job, const Layout& x, const Hardware& hw) {
-    GptConfig config;
-    config.layers = job.l;
-    config.hidden = job.h;
-    config.heads = job.a;
-    config.sequence = job.s;
-    config.vocab = job.V;
     const int64_t m = job.B / (x.b * x.d);
     const ScheduleKind kind = kind_of(job, x);
     // More than 2 p microbatches are never in flight, but with GPipe
@@ -287,8 +294,8 @@ inline MemoryPlan memory_of(const Job& job, const Layout& x, const Hardware& hw)
     const Program program = compile(schedule);
     MemoryPlan most;
     for (int rank : {0, int(x.p) - 1}) {
-        const MemoryPlan plan =
-            memory_plan(config, schedule, program, int(x.t), 0, int(x.d), rank, x.b, false, options, size_t(hw.word));
+        const MemoryPlan plan = memory_plan(job.config(), schedule, program, int(x.t), 0, int(x.d), rank, x.b, false,
+                                            options, size_t(hw.word));
         if (plan.on_device() > most.on_device()) most = plan;
     }
     return most;

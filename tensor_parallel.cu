@@ -63,14 +63,18 @@ struct Parameter {
     }
 };
 
-// Fills in the slice of tensor rank `t_rank` of t. Rows are padded to a multiple of t (only the vocabulary needs it).
+// Fills in the slice of tensor rank `t_rank` of t: local_rows, local_cols, first_row and first_col. Split by columns,
+// each rank has cols / t of them (they divide); by rows, rows / t rounded up, so the last rank's may go beyond `rows`:
+// padding, which only the vocabulary needs. Replicated parameters are whole on every rank.
 inline void slice_parameter(Parameter& parameter, int t, int t_rank) {
+    // [lab 2.5] slices by columns and by rows
     parameter.local_rows = parameter.rows;
     parameter.local_cols = parameter.cols;
     if (parameter.split == Split::rows) parameter.local_rows = (parameter.rows + t - 1) / t;
     if (parameter.split == Split::columns) parameter.local_cols = parameter.cols / t;
     parameter.first_row = parameter.split == Split::rows ? t_rank * parameter.local_rows : 0;
     parameter.first_col = parameter.split == Split::columns ? t_rank * parameter.local_cols : 0;
+    // [end]
 }
 
 // The slice's initial values, [local_rows, local_cols]: those of the whole tensor, whatever the layout. Padding is
@@ -105,53 +109,71 @@ struct Linear {
     int64_t in = 0, out = 0;
 };
 
-// f, backward: every rank of the group holds an addend of dx [count].
+// f, backward: every rank of the group holds an addend of dx [count], and gets the sum in its place.
 inline void f_backward(Device& device, Group& tensor, real* dx, int64_t count) {
+    // [lab 2.1] f, backward
     all_reduce(device, tensor, dx, count);
+    // [end]
 }
 
-// g, forward: every rank of the group holds an addend of y [count].
-inline void g_forward(Device& device, Group& tensor, real* y, int64_t count) { all_reduce(device, tensor, y, count); }
+// g, forward: every rank of the group holds an addend of y [count], and gets the sum in its place.
+inline void g_forward(Device& device, Group& tensor, real* y, int64_t count) {
+    // [lab 2.2] g, forward
+    all_reduce(device, tensor, y, count);
+    // [end]
+}
 
-// y [rows, out/t] = x [rows, in] A, A [in, out/t] (f is the identity here).
+// y [rows, out/t] = x [rows, in] A, A [in, out/t] (f is the identity here). Matrices are gemm's (platform/device.h):
+// {data, distance between rows, 0, transposed}.
 inline void column_parallel_forward(Device& device, const Linear& layer, const real* x, real* y, int64_t rows) {
+    // [lab 2.3] column parallel layer: forward
     gemm(device, rows, layer.out, layer.in, {x, layer.in}, {layer.weight.value, layer.out}, y, layer.out);
+    // [end]
 }
 
-// dx [rows, in] = f(dy [rows, out/t] A^T) and dA += x^T dy.
+// dx [rows, in] = f(dy [rows, out/t] A^T) and dA += x^T dy, accumulated (beta = 1) over an iteration's microbatches.
 inline void column_parallel_backward(Device& device, Group& tensor, const Linear& layer, const real* x, const real* dy,
                                      real* dx, int64_t rows) {
+    // [lab 2.3] column parallel layer: backward
     gemm(device, rows, layer.in, layer.out, {dy, layer.out}, {layer.weight.value, layer.out, 0, true}, dx, layer.in);
     f_backward(device, tensor, dx, rows * layer.in);
     gemm(device, layer.in, layer.out, rows, {x, layer.in, 0, true}, {dy, layer.out}, layer.weight.gradient, layer.out,
          1.0f, 1.0f);
+    // [end]
 }
 
 // y [rows, out] = g(x [rows, in/t] A), A [in/t, out].
 inline void row_parallel_forward(Device& device, Group& tensor, const Linear& layer, const real* x, real* y,
                                  int64_t rows) {
+    // [lab 2.4] row parallel layer: forward
     gemm(device, rows, layer.out, layer.in, {x, layer.in}, {layer.weight.value, layer.out}, y, layer.out);
     g_forward(device, tensor, y, rows * layer.out);
+    // [end]
 }
 
 // dx [rows, in/t] = dy [rows, out] A^T and dA += x^T dy (g is the identity here).
 inline void row_parallel_backward(Device& device, const Linear& layer, const real* x, const real* dy, real* dx,
                                   int64_t rows) {
+    // [lab 2.4] row parallel layer: backward
     gemm(device, rows, layer.in, layer.out, {dy, layer.out}, {layer.weight.value, layer.out, 0, true}, dx, layer.in);
     gemm(device, layer.in, layer.out, rows, {x, layer.in, 0, true}, {dy, layer.out}, layer.weight.gradient, layer.out,
          1.0f, 1.0f);
+    // [end]
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Vocabulary parallel embedding: rank i holds rows [i Vp/t, (i+1) Vp/t) of the padded embedding [Vp, h].
 
-// x [rows, h] = the embedding's row of each token [rows], or zero if another rank holds it. One block per token.
+// x [rows, h] = the embedding's row of each token [rows], or zero if another rank holds it: wte [local_rows, h] begins
+// at token first_row. One block per token.
 __global__ void embedding_forward_kernel(const int* tokens, const real* wte, real* x, int first_row, int local_rows,
                                          int h) {
+    // [lab 2.6] vocabulary parallel embedding
     const int64_t row = blockIdx.x;
     const int local = tokens[row] - first_row;
     const bool mine = 0 <= local && local < local_rows;
     for (int j = threadIdx.x; j < h; j += blockDim.x) x[row * h + j] = mine ? wte[int64_t(local) * h + j] : real(0.0f);
+    // [end]
 }
 
 // gradient [Vp/t, h] += dx [rows, h] of every position that holds the token. One block per distinct token, which adds
@@ -182,9 +204,11 @@ inline void vocab_parallel_embedding_forward(Device& device, Group& tensor, cons
 
 constexpr float kLowest = -1e30f;  // below every logit; finite, since -ffast-math promises nothing about infinity
 
-// Per row of logits [rows, n], of which the first `filled` columns are not padding: maximum [rows] and the sum [rows]
-// of exp(logit - maximum). One block per row. Reads 4 bytes per logit (twice, the second time from cache).
+// Per row of logits [rows, n], of which the first `filled` columns are not padding: maximum [rows] (kLowest if there
+// are none) and the sum [rows] of exp(logit - maximum). One block per row. Reads 4 bytes per logit (twice, the second
+// time from cache).
 __global__ void cross_entropy_statistics_kernel(const real* logits, float* maximum, float* sum, int n, int filled) {
+    // [lab 1.5] cross-entropy, maximum and sum of exponentials
     const real* row = logits + int64_t(blockIdx.x) * n;
     float largest = kLowest;
     for (int j = threadIdx.x; j < filled; j += blockDim.x) largest = float(row[j]) > largest ? float(row[j]) : largest;
@@ -196,6 +220,7 @@ __global__ void cross_entropy_statistics_kernel(const real* logits, float* maxim
         maximum[blockIdx.x] = largest;
         sum[blockIdx.x] = total;
     }
+    // [end]
 }
 
 // Brings this rank's sum [rows] from its own maximum [rows] to the group's, and writes the target's logit, less the
@@ -203,11 +228,13 @@ __global__ void cross_entropy_statistics_kernel(const real* logits, float* maxim
 __global__ void cross_entropy_rescale_kernel(const real* logits, const int* targets, const float* own_maximum,
                                              const float* maximum, float* sum, float* target_logit, int64_t rows, int n,
                                              int first_column) {
+    // [lab 2.7] vocabulary parallel loss: one rank's part
     for_flat(rows, [=](int64_t i) {
         sum[i] *= expf(own_maximum[i] - maximum[i]);
         const int local = targets[i] - first_column;
         target_logit[i] = 0 <= local && local < n ? float(logits[i * n + local]) - maximum[i] : 0.0f;
     });
+    // [end]
 }
 
 // losses [rows] = log sum - target, and in place of the logits their gradient: (softmax - one-hot) * scale, 0 in padded
@@ -218,6 +245,7 @@ __global__ void cross_entropy_gradient_kernel(real* logits, const int* targets, 
     const int64_t i = blockIdx.x;
     real* row = logits + i * n;
     const int local = targets[i] - first_column;
+    // [lab 1.6] cross-entropy, loss and gradient
     const float largest = maximum[i], factor = scale / sum[i];
     // The target's column is subtracted from before it is rounded
     const float at_target = 0 <= local && local < filled ? expf(float(row[local]) - largest) * factor - scale : 0.0f;
@@ -229,11 +257,13 @@ __global__ void cross_entropy_gradient_kernel(real* logits, const int* targets, 
         losses[i] = logf(sum[i]) - target_logit[i];
         if (0 <= local && local < filled) row[local] = real(at_target);
     }
+    // [end]
 }
 
 // Cross-entropy of logits [rows, n] (this rank's columns [first_column, first_column + n) of V) against targets [rows].
-// Writes losses [rows], bitwise equal on all ranks, and replaces the logits by their gradient times `scale`.
-// statistics [4 * rows] is scratch.
+// Writes losses [rows], bitwise equal on all ranks, and replaces the logits by their gradient times `scale`. Three
+// steps: each rank's own maximum and sum; the group's maximum, to which each sum is rescaled, and the group's sum and
+// the target's logit, which one rank has; then loss and gradient. statistics [4 * rows] is scratch.
 inline void vocab_parallel_cross_entropy(Device& device, Group& tensor, real* logits, const int* targets, float* losses,
                                          float* statistics, int64_t rows, int64_t n, int64_t first_column, int64_t V,
                                          float scale) {
@@ -243,11 +273,13 @@ inline void vocab_parallel_cross_entropy(Device& device, Group& tensor, real* lo
     float* target_logit = sum + rows;
     const int filled = int(std::clamp<int64_t>(V - first_column, 0, n));
     launch<cross_entropy_statistics_kernel>(device, rows, kBlock, logits, own_maximum, sum, int(n), filled);
+    // [lab 2.7] vocabulary parallel loss: over the group
     CUDA_CHECK(cudaMemcpyAsync(maximum, own_maximum, rows * sizeof(float), cudaMemcpyDeviceToDevice, device.stream));
     all_reduce(device, tensor, maximum, rows, ncclMax);
     launch<cross_entropy_rescale_kernel>(device, flat_grid(rows), kBlock, logits, targets, own_maximum, maximum, sum,
                                          target_logit, rows, int(n), int(first_column));
     all_reduce(device, tensor, sum, 2 * rows);  // the sums and the targets' logits in one message
+    // [end]
     launch<cross_entropy_gradient_kernel>(device, rows, kBlock, logits, targets, maximum, sum, target_logit, losses,
                                           int(n), filled, int(first_column), scale);
 }

@@ -35,17 +35,6 @@
 #include "platform/trace.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What the paper's formulas say about a run
-
-// Eq. 3: FLOPs of one iteration, all layers computed once more when recomputing; with the unpadded V.
-inline double iteration_flops(const Options& o) {
-    const double B = double(o.global_batch_size), s = double(o.seq_length), l = double(o.num_layers),
-                 h = double(o.hidden_size), V = double(o.vocab_size);
-    const bool recompute = o.recompute_granularity == "full";
-    return (recompute ? 96 : 72) * B * s * l * h * h * (1 + s / (6 * h) + V / ((recompute ? 16 : 12) * l * h));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // A microbatch's tokens
 
 // A microbatch on the device: what the pipeline's first and last stage read.
@@ -210,6 +199,10 @@ inline GptConfig gpt_config(const Options& o) {
     config.init_std = o.init_method_std;
     config.seed = o.seed;
     return config;
+}
+// Eq. 3, with the unpadded V.
+inline double iteration_flops(const Options& o) {
+    return iteration_flops(gpt_config(o), o.global_batch_size, o.recompute());
 }
 inline Decay decay_of(const Options& o) {
     return o.lr_decay_style == "constant" ? Decay::constant

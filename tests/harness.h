@@ -11,6 +11,7 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <ctime>
 #include <string>
@@ -28,6 +29,25 @@ inline RunResult mpirun_self(int ranks, const std::string& worker, std::vector<s
 
 // Says that this case could not be checked here, and why; tests/run then counts it as skipped, not as passed.
 inline void skip(const std::string& reason) { std::printf("[skipped] %s\n", reason.c_str()); }
+
+// What a student reads (`make grade`): `otherwise`, or the mistake whose result theirs is. Results are compared to 1e-3
+// of the largest expected magnitude.
+struct Mistake {
+    std::string what;
+    std::vector<double> result;
+};
+inline std::string hint(const std::vector<float>& actual, const std::string& otherwise,
+                        const std::vector<Mistake>& mistakes) {
+    for (const Mistake& mistake : mistakes) {
+        bool same = mistake.result.size() == actual.size();
+        double largest = 0;
+        for (double y : mistake.result) largest = std::max(largest, std::abs(y));
+        for (size_t i = 0; same && i < actual.size(); ++i)
+            same = std::abs(double(actual[i]) - mistake.result[i]) <= 1e-3 * largest;
+        if (same) return "hint: " + mistake.what;
+    }
+    return "hint: " + otherwise;
+}
 
 // The exhaustive matrices run only under `make test-full`.
 inline bool full_tests() { return std::getenv("PTDP_FULL") != nullptr; }

@@ -15,12 +15,14 @@ constexpr double kEpsilon = 1.1920929e-7;  // fp32
 // off by at most n eps times the sum of magnitudes; `magnitude` is that bound's scale. In 16 bits a result is also
 // rounded when it is stored: `stores` times on the way.
 void check_close(const std::vector<float>& actual, const std::vector<double>& expected, double terms,
-                 double magnitude = 0, double stores = 1) {
+                 double magnitude = 0, double stores = 1, const std::string& otherwise = "",
+                 const std::vector<Mistake>& mistakes = {}) {
     REQUIRE(actual.size() == expected.size());
     for (double y : expected) magnitude = std::max(magnitude, std::abs(y));
     double worst = 0;
     for (size_t i = 0; i < actual.size(); ++i) worst = std::max(worst, std::abs(double(actual[i]) - expected[i]));
-    CHECK(worst <= (terms * kEpsilon + (kMixed ? stores * kRoundoff : 0)) * (magnitude + 1e-30));
+    const bool close = worst <= (terms * kEpsilon + (kMixed ? stores * kRoundoff : 0)) * (magnitude + 1e-30);
+    CHECK_MESSAGE(close, (otherwise.empty() || close ? "" : hint(actual, otherwise, mistakes)));
 }
 
 const std::vector<std::pair<int, int>> kSizes = {{1, 1}, {2, 2}, {3, 7}, {5, 64}, {33, 17}, {65, 130}, {40, 1100}};
@@ -33,16 +35,90 @@ double gelu_slope(double z) {
 
 }  // namespace
 
-TEST_CASE("layernorm: forward and backward against double loops") {
+TEST_CASE("layernorm: forward against a double loop [lab 1.1]") {
     TestDevice device;
     for (const auto& size : kSizes) {
         const int rows = size.first, h = size.second;
         CAPTURE(rows);
         CAPTURE(h);
-        const auto x = device.random(rows * h, 1), gamma = device.random(h, 2), beta = device.random(h, 3),
-                   dy = device.random(rows * h, 4), residual = device.random(rows * h, 5);
+        const auto x = device.random(rows * h, 1), gamma = device.random(h, 2), beta = device.random(h, 3);
         auto y = device.zeros(rows * h), mean = device.zeros(rows), rstd = device.zeros(rows);
         device.run<layernorm_forward_kernel>(rows, x, gamma, beta, y, mean, rstd, h, kLayerNormEpsilon);
+        const auto X = device.doubles(x), G = device.doubles(gamma), B = device.doubles(beta);
+        std::vector<double> Y(rows * h), M(rows), R(rows), unbiased(rows * h), bare(rows * h), raw(rows * h);
+        double largest_rstd = 0;
+        for (int i = 0; i < rows; ++i) {
+            double variance = 0;
+            for (int j = 0; j < h; ++j) M[i] += X[i * h + j] / h;
+            for (int j = 0; j < h; ++j) variance += (X[i * h + j] - M[i]) * (X[i * h + j] - M[i]) / h;
+            R[i] = 1 / std::sqrt(variance + 1e-5);
+            largest_rstd = std::max(largest_rstd, R[i]);
+            const double r_unbiased = 1 / std::sqrt(variance * h / std::max(1, h - 1) + 1e-5);
+            for (int j = 0; j < h; ++j) {
+                const double centred = X[i * h + j] - M[i];
+                Y[i * h + j] = centred * R[i] * G[j] + B[j];
+                unbiased[i * h + j] = centred * r_unbiased * G[j] + B[j];
+                bare[i * h + j] = centred * R[i];
+                raw[i * h + j] = X[i * h + j] * R[i] * G[j] + B[j];
+            }
+        }
+        // x - mean loses what x's magnitude (1) costs, times 1/std
+        const double terms = 8 + h;
+        check_close(device.floats(y), Y, terms, largest_rstd, 1, "y is not (x - mean) rstd gamma + beta",
+                    {{"LayerNorm's variance is divided by h - 1; it is the row's own, divided by h", unbiased},
+                     {"LayerNorm's output misses gamma and beta", bare},
+                     {"LayerNorm's output is x rstd gamma + beta: the mean is not taken off x", raw},
+                     {"nothing was written to y", std::vector<double>(rows * h)}});
+        check_close(device.floats(mean), M, terms, 1, 0, "the row's mean is not kept for the backward");
+        // The variance's error is relative, and 1/std is at most 1/sqrt(epsilon), where x - mean has none
+        check_close(device.floats(rstd), R, terms, largest_rstd * largest_rstd, 0,
+                    "the row's 1/sqrt(variance + epsilon) is not kept for the backward");
+    }
+}
+
+TEST_CASE("layernorm: backward against a double loop [lab 1.2]") {
+    TestDevice device;
+    for (const auto& size : kSizes) {
+        const int rows = size.first, h = size.second;
+        CAPTURE(rows);
+        CAPTURE(h);
+        const auto x = device.random(rows * h, 1), gamma = device.random(h, 2), dy = device.random(rows * h, 4),
+                   residual = device.random(rows * h, 5);
+        const auto X = device.doubles(x), G = device.doubles(gamma), D = device.doubles(dy),
+                   start = device.doubles(residual);
+        std::vector<float> means(rows), rstds(rows);
+        std::vector<double> DX(rows * h), DG(h), DB(h), fixed(rows * h), no_gamma(rows * h), alone(rows * h),
+            once(rows * h);
+        double largest_rstd = 0;
+        for (int i = 0; i < rows; ++i) {
+            double m = 0, variance = 0;
+            for (int j = 0; j < h; ++j) m += X[i * h + j] / h;
+            for (int j = 0; j < h; ++j) variance += (X[i * h + j] - m) * (X[i * h + j] - m) / h;
+            const double r = 1 / std::sqrt(variance + 1e-5);
+            largest_rstd = std::max(largest_rstd, r);
+            means[i] = float(m);
+            rstds[i] = float(r);
+            double s1 = 0, s2 = 0, s1_bare = 0, s2_bare = 0;
+            for (int j = 0; j < h; ++j) {
+                const double n = (X[i * h + j] - m) * r, d = D[i * h + j];
+                s1 += d * G[j] / h;
+                s2 += d * G[j] * n / h;
+                s1_bare += d / h;
+                s2_bare += d * n / h;
+            }
+            for (int j = 0; j < h; ++j) {
+                const int at = i * h + j;
+                const double n = (X[at] - m) * r, g = D[at] * G[j];
+                DX[at] = start[at] + (g - s1 - n * s2) * r;
+                fixed[at] = start[at] + g * r;
+                once[at] = start[at] + (g - s1) * r;
+                no_gamma[at] = start[at] + (D[at] - s1_bare - n * s2_bare) * r;
+                alone[at] = (g - s1 - n * s2) * r;
+                DG[j] += D[at] * n;
+                DB[j] += D[at];
+            }
+        }
+        const auto mean = device.upload(means), rstd = device.upload(rstds);
         auto dx = device.copy(residual);
         auto partial = device.zeros(row_chunks(rows) * 2 * h), dgamma = device.zeros(h), dbeta = device.zeros(h);
         device.run<layernorm_backward_kernel<true>>(row_chunks(rows), x, gamma, mean, rstd, dy, dx, partial,
@@ -51,37 +127,17 @@ TEST_CASE("layernorm: forward and backward against double loops") {
                                       dgamma.data);
         launch<add_chunk_sums_kernel>(device.device, (h + 63) / 64, 64, partial.data + h, row_chunks(rows), 2 * h, h,
                                       dbeta.data);
-
-        const auto X = device.doubles(x), G = device.doubles(gamma), B = device.doubles(beta), D = device.doubles(dy),
-                   R = device.doubles(residual);
-        std::vector<double> Y(rows * h), DX(rows * h), DG(h), DB(h);
-        double largest_rstd = 0;
-        for (int i = 0; i < rows; ++i) {
-            double m = 0, variance = 0;
-            for (int j = 0; j < h; ++j) m += X[i * h + j] / h;
-            for (int j = 0; j < h; ++j) variance += (X[i * h + j] - m) * (X[i * h + j] - m) / h;
-            const double r = 1 / std::sqrt(variance + 1e-5);
-            largest_rstd = std::max(largest_rstd, r);
-            double s1 = 0, s2 = 0;
-            for (int j = 0; j < h; ++j) {
-                const double n = (X[i * h + j] - m) * r;
-                Y[i * h + j] = n * G[j] + B[j];
-                s1 += D[i * h + j] * G[j] / h;
-                s2 += D[i * h + j] * G[j] * n / h;
-            }
-            for (int j = 0; j < h; ++j) {
-                const double n = (X[i * h + j] - m) * r;
-                DX[i * h + j] = R[i * h + j] + (D[i * h + j] * G[j] - s1 - n * s2) * r;
-                DG[j] += D[i * h + j] * n;
-                DB[j] += D[i * h + j];
-            }
-        }
-        // x - mean loses what x's magnitude (1) costs, times 1/std
         const double terms = 8 + h;
-        check_close(device.floats(y), Y, terms, largest_rstd);
-        check_close(device.floats(dx), DX, terms, largest_rstd * largest_rstd);
-        check_close(device.floats(dgamma), DG, terms + rows, largest_rstd * std::sqrt(rows));
-        check_close(device.floats(dbeta), DB, 8 + rows, std::sqrt(rows));
+        check_close(device.floats(dx), DX, terms, largest_rstd * largest_rstd, 1,
+                    "dx is not dx + rstd (g - mean(g) - n mean(g n)), g = dy gamma, n = (x - mean) rstd",
+                    {{"LayerNorm's dx treats mean and variance as constants; they depend on x too", fixed},
+                     {"LayerNorm's dx misses the term - n mean(dy gamma n), which comes from the variance", once},
+                     {"LayerNorm's dx misses gamma: dy goes through it first", no_gamma},
+                     {"LayerNorm's dx is overwritten where it is to be added to (accumulate)", alone}});
+        check_close(device.floats(dgamma), DG, terms + rows, largest_rstd * std::sqrt(rows), 1,
+                    "the chunk's sums for gamma are not those of dy (x - mean) rstd over its rows");
+        check_close(device.floats(dbeta), DB, 8 + rows, std::sqrt(rows), 1,
+                    "the chunk's sums for beta are not those of dy over its rows");
     }
 }
 
@@ -278,7 +334,7 @@ TEST_CASE("embedding and positions: forward and backward are exact on integers")
     }
 }
 
-TEST_CASE("causal softmax with dropout: forward and backward against double loops") {
+TEST_CASE("causal softmax: forward, with dropout, against a double loop [lab 1.3]") {
     TestDevice device;
     for (int s : {1, 2, 7, 64, 77, 300}) {
         CAPTURE(s);
@@ -286,37 +342,97 @@ TEST_CASE("causal softmax with dropout: forward and backward against double loop
         const float scale = 0.125f;
         for (double probability : {0.0, 0.3}) {
             const Dropout dropout = make_dropout(probability, 5, 11, 0, Site::attention_dropout, 1);
-            const auto scores = device.random(matrices * s * s, 1, 20.0), d = device.random(matrices * s * s, 2);
-            auto p = device.copy(scores), q = device.random(matrices * s * s, 3), ds = device.copy(d);
+            const auto scores = device.random(matrices * s * s, 1, 20.0);
+            auto p = device.copy(scores), q = device.random(matrices * s * s, 3);
             device.run<causal_softmax_forward_kernel>(matrices * s, p, q, s, heads, first_head, scale, dropout);
-            auto again = device.random(matrices * s * s, 4);
-            device.run<attention_dropout_kernel>(matrices * s, p, again, s, heads, first_head, dropout);
-            const auto Q = probability > 0 ? device.floats(q) : device.floats(p);
-            if (probability > 0) CHECK(device.floats(again) == Q);
-            device.run<causal_softmax_backward_kernel>(matrices * s, p, probability > 0 ? q : p, ds, s, scale);
-            const auto S = device.doubles(scores), D = device.doubles(d);
-            std::vector<double> P(S.size()), DS(S.size());
+            const auto S = device.doubles(scores);
+            std::vector<double> P(S.size()), unscaled(S.size()), unmasked(S.size()), unseen(S.size());
             for (int row = 0; row < matrices * s; ++row) {
                 const int64_t base = int64_t(row) * s;
-                double sum = 0, inner = 0;
-                for (int j = 0; j <= row % s; ++j) sum += std::exp(scale * S[base + j]);
-                for (int j = 0; j <= row % s; ++j) P[base + j] = std::exp(scale * S[base + j]) / sum;
+                double sum = 0, sum_unscaled = 0, sum_all = 0, sum_unseen = 0;
                 for (int j = 0; j < s; ++j) {
-                    const bool kept = Q[base + j] != 0.0f;
-                    REQUIRE((kept ? j <= row % s : true));
-                    const double mask = kept ? dropout.scale : 0.0;
-                    REQUIRE(std::abs(Q[base + j] - P[base + j] * mask) <=
-                            64 * kEpsilon + (kMixed ? 3 * dropout.scale * kRoundoff : 0));
-                    inner += D[base + j] * mask * P[base + j];
+                    sum_all += std::exp(scale * S[base + j]);
+                    if (j < row % s) sum_unseen += std::exp(scale * S[base + j]);
+                    if (j > row % s) continue;
+                    sum += std::exp(scale * S[base + j]);
+                    sum_unscaled += std::exp(S[base + j]);
                 }
                 for (int j = 0; j < s; ++j) {
-                    const double mask = Q[base + j] != 0.0f ? dropout.scale : 0.0;
-                    DS[base + j] = scale * P[base + j] * (D[base + j] * mask - inner);
+                    unmasked[base + j] = std::exp(scale * S[base + j]) / sum_all;
+                    if (j < row % s) unseen[base + j] = std::exp(scale * S[base + j]) / sum_unseen;
+                    if (j > row % s) continue;
+                    P[base + j] = std::exp(scale * S[base + j]) / sum;
+                    unscaled[base + j] = std::exp(S[base + j]) / sum_unscaled;
                 }
             }
-            // Stored: exponentials, probabilities, dropped ones. The gradient sums two products of those
-            check_close(device.floats(p), P, 16 + s, 1.0, 2);
-            check_close(device.floats(ds), DS, 16 + s, scale, 2 * 3 * dropout.scale + 1);
+            // Stored: exponentials, probabilities
+            check_close(device.floats(p), P, 16 + s, 1.0, 2,
+                        "row i is not exp(scale x) over its sum in columns 0 to i and 0 beyond",
+                        {{"the softmax forgets the factor `scale`", unscaled},
+                         {"the softmax has no causal mask: row i may see columns 0 to i only", unmasked},
+                         {"the causal mask is off by one: row i sees column i too", unseen}});
+            if (probability == 0) continue;
+            const auto Q = device.floats(q);
+            auto again = device.random(matrices * s * s, 4);
+            device.run<attention_dropout_kernel>(matrices * s, p, again, s, heads, first_head, dropout);
+            CHECK(device.floats(again) == Q);
+            for (int row = 0; row < matrices * s; ++row)
+                for (int j = 0; j < s; ++j) {
+                    const int64_t at = int64_t(row) * s + j;
+                    const bool kept = Q[at] != 0.0f;
+                    REQUIRE((kept ? j <= row % s : true));
+                    REQUIRE(std::abs(Q[at] - (kept ? P[at] * dropout.scale : 0.0)) <=
+                            64 * kEpsilon + (kMixed ? 3 * dropout.scale * kRoundoff : 0));
+                }
+        }
+    }
+    // A row of large scores: exp alone would overflow
+    auto p = device.upload({1e4f, 0.0f, 1e4f, 1e4f}), q = device.zeros(4);
+    device.run<causal_softmax_forward_kernel>(2, p, q, 2, 1, 0, 1.0f, Dropout());
+    CHECK_MESSAGE(device.floats(p) == std::vector<float>({1.0f, 0.0f, 0.5f, 0.5f}),
+                  "hint: large scores overflow: the row's maximum is to be taken off before exp");
+}
+
+TEST_CASE("causal softmax: backward, with dropout, against a double loop [lab 1.4]") {
+    TestDevice device;
+    for (int s : {1, 2, 7, 64, 77, 300}) {
+        CAPTURE(s);
+        const int matrices = 6;
+        const float scale = 0.125f, kept_scale = 1 / 0.7f;
+        for (bool drops : {false, true}) {
+            const auto scores = device.random(matrices * s * s, 1, 20.0), d = device.random(matrices * s * s, 2),
+                       uniform = device.random(matrices * s * s, 3);
+            const auto S = device.doubles(scores), D = device.doubles(d), U = device.doubles(uniform);
+            std::vector<float> probabilities(S.size()), dropped(S.size());
+            std::vector<double> DS(S.size()), unscaled(S.size()), no_sum(S.size()), of_p(S.size());
+            for (int row = 0; row < matrices * s; ++row) {
+                const int64_t base = int64_t(row) * s;
+                double sum = 0, inner = 0, inner_p = 0;
+                for (int j = 0; j <= row % s; ++j) sum += std::exp(scale * S[base + j]);
+                for (int j = 0; j <= row % s; ++j) {
+                    const double mask = drops ? (U[base + j] > -0.4 ? kept_scale : 0.0) : 1.0;
+                    probabilities[base + j] = TestDevice::representable(float(std::exp(scale * S[base + j]) / sum));
+                    dropped[base + j] = TestDevice::representable(float(probabilities[base + j] * mask));
+                    inner += D[base + j] * dropped[base + j];
+                    inner_p += D[base + j] * probabilities[base + j];
+                }
+                for (int j = 0; j <= row % s; ++j) {
+                    const double dq = D[base + j] * dropped[base + j];
+                    DS[base + j] = scale * (dq - probabilities[base + j] * inner);
+                    unscaled[base + j] = dq - probabilities[base + j] * inner;
+                    no_sum[base + j] = scale * dq;
+                    of_p[base + j] = scale * probabilities[base + j] * (D[base + j] - inner_p);
+                }
+            }
+            const auto p = device.upload(probabilities), q = device.upload(dropped);
+            auto ds = device.copy(d);
+            device.run<causal_softmax_backward_kernel>(matrices * s, p, q, ds, s, scale);
+            // The gradient sums two products of what was stored
+            check_close(device.floats(ds), DS, 16 + s, scale, 2 * 3 * kept_scale + 1,
+                        "the gradient is not scale (d q - p sum(d q)) in columns 0 to i and 0 beyond",
+                        {{"the softmax's backward forgets the factor `scale`", unscaled},
+                         {"the softmax's backward misses - p sum(d q): every score changes the sum below all", no_sum},
+                         {"the softmax's backward uses p where dropout made it q", of_p}});
         }
     }
 }
@@ -337,6 +453,88 @@ TEST_CASE("attention dropout: a head's mask does not depend on how heads are div
                 for (int i = 0; i < s * s; ++i)
                     REQUIRE(some[(j * 2 + head) * s * s + i] == all[(j * heads + 2 * rank + head) * s * s + i]);
     }
+}
+
+TEST_CASE("cross-entropy: a row's maximum and sum of exponentials against a double loop [lab 1.5]") {
+    TestDevice device;
+    for (int n : {1, 2, 17, 101, 300, 1100})
+        for (int padding : {0, 3})
+            for (float shift : {0.0f, 1e4f, -1e4f}) {
+                CAPTURE(n);
+                CAPTURE(padding);
+                CAPTURE(shift);
+                const int T = 9, columns = n + padding;
+                auto L = device.floats(device.random(T * columns, 1, 4.0));
+                for (int i = 0; i < T * columns; ++i)
+                    L[i] = TestDevice::representable(i % columns < n ? L[i] + shift : 3e4f);
+                const auto logits = device.upload(L);
+                auto maximum = device.zeros(T), sum = device.zeros(T);
+                device.run<cross_entropy_statistics_kernel>(T, logits, maximum, sum, columns, n);
+                std::vector<float> largest(T, kLowest);
+                std::vector<double> sums(T), with_padding(T);
+                for (int i = 0; i < T; ++i) {
+                    for (int j = 0; j < n; ++j) largest[i] = std::max(largest[i], L[i * columns + j]);
+                    for (int j = 0; j < n; ++j) sums[i] += std::exp(double(L[i * columns + j]) - largest[i]);
+                }
+                const std::vector<float> found = device.floats(maximum);
+                CHECK_MESSAGE(found == largest,
+                              (padding > 0 && !found.empty() && found[0] == 3e4f
+                                   ? "hint: padded columns (from `filled` on) take part in the maximum"
+                               : shift < 0 ? "hint: the maximum of negative logits is not found: begin with kLowest"
+                                           : "hint: the row's maximum is not found"));
+                check_close(device.floats(sum), sums, 16 + n, 0, 0,
+                            "the sum is not that of exp(logit - maximum) over the first `filled` columns");
+            }
+    // A rank that holds padding only
+    auto logits = device.upload({5.0f, 6.0f}), maximum = device.zeros(1), sum = device.upload({7.0f});
+    device.run<cross_entropy_statistics_kernel>(1, logits, maximum, sum, 2, 0);
+    CHECK_MESSAGE(device.floats(maximum)[0] == kLowest, "hint: with no column filled the maximum is kLowest");
+    CHECK_MESSAGE(device.floats(sum)[0] == 0.0f, "hint: with no column filled the sum is 0");
+}
+
+TEST_CASE("cross-entropy: losses and gradient from a row's statistics against a double loop [lab 1.6]") {
+    TestDevice device;
+    for (int n : {1, 2, 17, 101, 300, 1100})
+        for (int padding : {0, 3}) {
+            CAPTURE(n);
+            CAPTURE(padding);
+            // This rank holds columns [first, first + n) of a vocabulary; some targets are elsewhere
+            const int T = 9, columns = n + padding, first = 5;
+            const float scale = 1.0f / 18;
+            const auto logits = device.random(T * columns, 1, 4.0);
+            const auto L = device.doubles(logits);
+            std::vector<int> targets(T);
+            std::vector<float> maxima(T), sums(T), target_logits(T);
+            std::vector<double> losses(T), gradient(T * columns), unscaled(T * columns), no_target(T * columns),
+                signs(T);
+            for (int i = 0; i < T; ++i) {
+                targets[i] = i == 0 ? 0 : first + (i == 1 ? n - 1 : i * 7 % n);
+                maxima[i] = 4.5f;
+                double sum = 3;  // other ranks' share
+                for (int j = 0; j < n; ++j) sum += std::exp(L[i * columns + j] - 4.5);
+                const int local = targets[i] - first;
+                target_logits[i] = float((local >= 0 ? L[i * columns + local] : 1.25) - 4.5);
+                sums[i] = float(sum);
+                losses[i] = std::log(sum) - target_logits[i];
+                signs[i] = -losses[i];
+                for (int j = 0; j < n; ++j) {
+                    const double softmax = std::exp(L[i * columns + j] - 4.5) / sum;
+                    no_target[i * columns + j] = scale * softmax;
+                    unscaled[i * columns + j] = softmax - (j == local);
+                    gradient[i * columns + j] = scale * (softmax - (j == local));
+                }
+            }
+            auto dlogits = device.copy(logits), found = device.zeros(T);
+            device.run<cross_entropy_gradient_kernel>(T, dlogits, device.upload(targets), device.upload(maxima),
+                                                      device.upload(sums), device.upload(target_logits), found, columns,
+                                                      n, first, scale);
+            check_close(device.floats(found), losses, 16, 8.0, 0, "a row's loss is not log(sum) - target_logit",
+                        {{"the losses have the wrong sign", signs}});
+            check_close(device.floats(dlogits), gradient, 16 + n, scale, 1,
+                        "the gradient is not (softmax - one-hot) scale, and 0 in padded columns",
+                        {{"the logits' gradient forgets the factor `scale`", unscaled},
+                         {"the logits' gradient misses the target: softmax minus one-hot", no_target}});
+        }
 }
 
 TEST_CASE("cross-entropy: losses and gradient against double loops, padded columns, shifted logits") {
