@@ -5,8 +5,8 @@
 
 #include "platform/device.h"
 
-// Ends every rank with "rank R failed: exercise N, TITLE at FILE:LINE: is not done yet" and status 1. On a GPU it ends the
-// kernel, hence the run.
+// Ends every rank with "rank R failed: exercise N, TITLE at FILE:LINE: is not done yet" and status 1. On a GPU it ends
+// the kernel, hence the run.
 [[noreturn]] __host__ __device__ inline void exercise(const char* number, const char* title, const char* file,
                                                       int line) {
 #ifdef __CUDA_ARCH__
