@@ -84,6 +84,150 @@ TEST_CASE("replayed pipelines: the formulas' bubbles, and what is not replayed")
         }
 }
 
+namespace {
+
+// Within the rounding of a few operations in double; a difference is told in a student's words.
+void check_formula(double ours, double expected, const std::string& otherwise, const std::vector<Mistake>& mistakes) {
+    CAPTURE(ours);
+    CAPTURE(expected);
+    REQUIRE_MESSAGE(std::abs(ours - expected) <= 1e-12 * std::abs(expected), hint({float(ours)}, otherwise, mistakes));
+}
+
+// Two nodes or more of 8 devices: 40 bytes a second within a node, 5 a link between nodes, where a round takes 3 s.
+Hardware toy_cluster() {
+    Hardware hw;
+    hw.word = 2;
+    hw.devices_per_node = 8;
+    hw.device_link = 80;
+    hw.device_link_share = 0.5;
+    hw.network_link = 20;
+    hw.network_share = 0.25;
+    hw.exchange = 3;
+    return hw;
+}
+
+}  // namespace
+
+TEST_CASE("eq. 3 counts the matrix products' FLOPs [lab 5.1]") {
+    for (const PaperPoint& point : paper_points())
+        for (bool recompute : {true, false}) {
+            const Job& job = point.job;
+            const double B = double(job.B), s = double(job.s), h = double(job.h), l = double(job.l), V = double(job.V);
+            const double linear = 2 * B * s * (3 * h * h + h * h + 4 * h * h + 4 * h * h),
+                         attention = 2 * 2 * B * s * s * h;
+            const double layer = linear + attention, head = 2 * B * s * h * V;
+            check_formula(
+                iteration_flops(job.config(), job.B, recompute), (recompute ? 4 : 3) * l * layer + 3 * head,
+                "the FLOPs are not those of the matrix products: l layers of 24 B s h^2 + 4 B s^2 h, an output "
+                "layer of 2 B s h V, and backward twice the forward",
+                {{recompute ? "recomputation runs the layers' forward once more: 4 times, not 3"
+                            : "nothing is recomputed here: the layers' forward is counted once",
+                  {(recompute ? 3 : 4) * l * layer + 3 * head}},
+                 {"the output layer is not recomputed: three times its forward",
+                  {(recompute ? 4 : 3) * (l * layer + head)}},
+                 {"only the forward is counted; the backward is twice that", {l * layer + head}},
+                 {"a multiplication with its addition is two operations",
+                  {((recompute ? 4 : 3) * l * layer + 3 * head) / 2}},
+                 {"the attention's products of s x s scores are missing",
+                  {(recompute ? 4 : 3) * l * linear + 3 * head}}});
+        }
+}
+
+TEST_CASE("the bubble's formula is what the schedules give when replayed [lab 5.2]") {
+    for (int p = 1; p <= 6; ++p)
+        for (int v = 1; v <= (p > 1 ? 3 : 1); ++v)
+            for (int m = p; m <= 4 * p; m += p) {
+                CAPTURE(p);
+                CAPTURE(v);
+                CAPTURE(m);
+                const Schedule schedule =
+                    make_schedule(v > 1 ? ScheduleKind::interleaved : ScheduleKind::one_f_one_b, p, v, m);
+                const double replayed = bubble_of(schedule, replay(schedule, compile(schedule), uniform_cost(1, 2)));
+                const double bubble = double(p - 1), total = double(v * m);
+                check_formula(bubble_formula(p, v, m), replayed, "the bubble is not (idle time) / (ideal time)",
+                              {{"v chunks per rank make the bubble v times smaller", {bubble / m}},
+                               {"the bubble is relative to the ideal time, m v, not to the whole with the bubble in it",
+                                {bubble / (total + bubble)}},
+                               {"p ranks fill and drain in p - 1 steps, not p", {double(p) / total}}});
+            }
+}
+
+TEST_CASE("the activations in flight are what the schedules hold when replayed [lab 5.3]") {
+    for (ScheduleKind kind : {ScheduleKind::gpipe, ScheduleKind::one_f_one_b, ScheduleKind::interleaved})
+        for (int p = 2; p <= 6; ++p)
+            for (int m = p; m <= 3 * p; m += p) {
+                const int v = kind == ScheduleKind::interleaved ? 3 : 1;
+                const Schedule schedule = make_schedule(kind, p, v, m);
+                const Replay replayed = replay(schedule, compile(schedule), uniform_cost(1, 2));
+                for (int rank = 0; rank < p; ++rank) {
+                    CAPTURE(p);
+                    CAPTURE(rank);
+                    CAPTURE(v);
+                    CAPTURE(m);
+                    const int held = replayed.in_flight[rank];
+                    const std::string name = kind == ScheduleKind::gpipe         ? "GPipe"
+                                             : kind == ScheduleKind::one_f_one_b ? "1F1B"
+                                                                                 : "interleaved 1F1B";
+                    check_formula(
+                        in_flight_formula(kind, p, rank, v, m), held,
+                        name + " holds what its warm-up has forwarded and one more, of the m v there are",
+                        {{name + " holds one more than its warm-up: in the steady state a forward comes before "
+                                 "its backward",
+                          {double(held - 1)}},
+                         {name + " holds all m only if it is GPipe; 1F1B's point is that it does not", {double(m)}},
+                         {"every rank but the first holds less: the warm-up gets shorter towards the end",
+                          {double(replayed.in_flight[0])}}});
+                }
+            }
+}
+
+TEST_CASE("a ring's time is its bytes over its slowest edge [lab 5.4]") {
+    const Hardware hw = toy_cluster();
+    check_formula(ring_time(hw, 1200, 1, 1, 2), 0, "one rank sends nothing", {});
+    // An all-reduce of 1200 bytes over 4 devices of a node: 2 * 3/4 * 1200 / 40
+    check_formula(ring_time(hw, 1200, 4, 4, 2), 45, "within a node a ring runs at device_link device_link_share",
+                  {{"each edge carries (n-1)/n of the bytes", {60}},
+                   {"within a node nothing waits for the network", {51}},
+                   {"the device link's rate is to be times device_link_share", {22.5}}});
+    check_formula(ring_time(hw, 1200, 4, 4, 1), 22.5, "an all-gather (factor 1) carries half of an all-reduce", {});
+    // 2 * 15/16 * 1600 / (5 * 1) + 2 * 3; with 8 devices a node the network's 8 links do 40, as fast as a device's
+    check_formula(ring_time(hw, 1600, 16, 1, 2), 606, "between nodes a ring runs at the network links' rate",
+                  {{"between nodes each of `factor` rounds takes hw.exchange to begin", {600}},
+                   {"the ring runs over the network, not the device link", {81}},
+                   {"hw.exchange is to be counted `factor` times", {603}}});
+    check_formula(ring_time(hw, 1600, 16, 4, 2), 156, "the ring has the network links of `per_node` devices",
+                  {{"the ring has the network links of `per_node` devices, here 4", {606}}});
+    check_formula(ring_time(hw, 1600, 128, 16, 1), 1600.0 * 127 / 128 / 40 + 3,
+                  "the slowest edge decides: 16 network links are faster than a device's",
+                  {{"the slowest edge decides: here the device link", {1600.0 * 127 / 128 / 80 + 3}}});
+}
+
+TEST_CASE("a message between stages, with scatter/gather and without [lab 5.5]") {
+    const Hardware hw = toy_cluster();
+    Job job = job_of(8, 40, 8, 64);
+    job.s = 5;
+    job.scatter_gather = true;  // s b h words of 2 bytes: 400 b bytes
+    check_formula(message_time(hw, job, {1, 8, 4, 1, 1}), 0, "without a pipeline there is no message", {});
+    check_formula(message_time(hw, job, {2, 2, 2, 1, 1}), 10, "within one node a message goes over the device link",
+                  {{"all of p t d = 8 devices are in one node here: nothing goes over the network", {83}}});
+    check_formula(message_time(hw, job, {8, 1, 1, 1, 3}), 30, "a message is of b samples",
+                  {{"a message is of b samples", {10}}});
+    check_formula(message_time(hw, job, {16, 1, 1, 1, 1}), 83, "between nodes: bytes over the network, and hw.exchange",
+                  {{"a message between nodes takes hw.exchange to begin", {80}}});
+    job.scatter_gather = false;
+    check_formula(message_time(hw, job, {2, 8, 1, 1, 1}), 83,
+                  "without scatter/gather each rank sends the whole message",
+                  {{"without scatter/gather each rank sends the whole message, not a t-th", {13}}});
+    job.scatter_gather = true;
+    // 400 / 8 / 5 + 3, then 7/8 * 400 / 40
+    check_formula(message_time(hw, job, {2, 8, 1, 1, 1}), 21.75,
+                  "with scatter/gather: a t-th over the network, then the "
+                  "all-gather within the tensor group",
+                  {{"scatter/gather costs an all-gather within the tensor group", {13}},
+                   {"with scatter/gather each rank sends a t-th of the message", {91.75}},
+                   {"the all-gather carries (t-1)/t of the message once (factor 1)", {30.5}}});
+}
+
 TEST_CASE("takeaway 1: of all (t, p) with t p = 64, tensor parallelism within a node is fastest") {
     const Hardware hw = read_hardware("a100");
     for (int64_t B : {32, 128}) {

@@ -23,6 +23,12 @@ std::vector<double> losses(const Run& run, const std::string& log) {
     return list;
 }
 
+// How many cases a test program says have passed.
+int passed_cases(const std::string& output) {
+    const size_t at = output.find(" passed"), begin = output.rfind('|', at);
+    return at == std::string::npos ? 0 : std::atoi(output.c_str() + begin + 1);
+}
+
 }  // namespace
 
 TEST_CASE("bf16 and fp16: every kernel against double loops, as a CPU and as a GPU runs it") {
@@ -32,7 +38,7 @@ TEST_CASE("bf16 and fp16: every kernel against double loops, as a CPU and as a G
             CAPTURE(program);
             const RunResult result = run_command({build_of(precision) + program}, 300);
             CHECK_MESSAGE(result.status == 0, result.output);
-            CHECK(contains(result.output, "10 passed"));
+            CHECK(passed_cases(result.output) >= 10);
         }
 }
 
