@@ -19,19 +19,25 @@
 
 #include "tests/process.h"
 
-// Runs one worker case of this binary on `ranks` ranks; a rank that waits for half the limit says for whom. A worker
-// that there is not is a failure.
+// Runs one worker case of this binary on `ranks` ranks; a rank that waits for half the limit says for whom.
 inline RunResult mpirun_self(int ranks, const std::string& worker, std::vector<std::string> environment = {},
                              int limit_seconds = 60) {
     environment.push_back("PTDP_COMM_TIMEOUT=" + std::to_string(limit_seconds / 2));
-    RunResult result =
-        mpirun(ranks, {self_program(), "--no-skip", "--test-case=" + worker, "--no-intro"}, limit_seconds, environment);
-    const size_t counts = result.output.find("[doctest] test cases:");
-    if (result.status == 0 && (counts == std::string::npos || std::atoi(result.output.c_str() + counts + 21) != 1)) {
-        result.status = 1;
-        result.output += "[no worker of this name]\n";
-    }
-    return result;
+    return mpirun(ranks, {self_program(), "--no-skip", "--test-case=" + worker, "--no-intro"}, limit_seconds,
+                  environment);
+}
+
+// The same as a check of the case at hand, with what its ranks printed.
+inline void check_worker(int ranks, const std::string& worker, int limit_seconds = 60) {
+    CAPTURE(ranks);
+    const RunResult result = mpirun_self(ranks, worker, {}, limit_seconds);
+    INFO(result.output);
+    REQUIRE(result.status == 0);
+}
+inline int world_size() {
+    int ranks = 0;
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    return ranks;
 }
 
 // Says that this case could not be checked here, and why; tests/run then counts it as skipped, not as passed.

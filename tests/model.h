@@ -28,6 +28,18 @@ inline Results& results() {
 }
 #endif
 
+inline GptConfig small_model(int64_t layers, int64_t hidden, int64_t heads, int64_t sequence, int64_t vocab,
+                             double init_std = 0.02) {
+    GptConfig config;
+    config.layers = layers;
+    config.hidden = hidden;
+    config.heads = heads;
+    config.sequence = sequence;
+    config.vocab = vocab;
+    config.init_std = init_std;
+    return config;
+}
+
 struct TestDevice {
     Device device;
 

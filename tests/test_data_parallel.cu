@@ -87,28 +87,8 @@ TEST_CASE("the learning rate warms up linearly, then decays as asked") {
 
 namespace {
 
-GptConfig small_model(int64_t layers) {
-    GptConfig config;
-    config.layers = layers;
-    config.hidden = 16;
-    config.heads = 2;
-    config.sequence = 4;
-    config.vocab = 11;
-    return config;
-}
+GptConfig model_of(int64_t layers) { return small_model(layers, 16, 2, 4, 11); }
 constexpr size_t kLayerFloats = 12 * 16 * 16 + 13 * 16;
-
-void on_ranks(int ranks, const std::string& worker) {
-    CAPTURE(ranks);
-    const RunResult result = mpirun_self(ranks, worker, {}, 20);
-    INFO(result.output);
-    REQUIRE(result.status == 0);
-}
-int world_size() {
-    int ranks = 0;
-    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &ranks));
-    return ranks;
-}
 
 // A small integer for element k of the whole model's parameter `index`.
 float integer(int index, int64_t k) { return float((k * 5 + index * 3) % 7 - 3); }
@@ -132,7 +112,7 @@ std::vector<float> gradient_of(TestDevice& device, Gpt& gpt, const Parameter& pa
 }  // namespace
 
 TEST_CASE("a bucket is reduced when its last layer is ready, and not before [lab 4.1]") {
-    on_ranks(2, "worker: buckets");
+    check_worker(2, "worker: buckets", 20);
 }
 TEST_CASE("worker: buckets" * doctest::skip()) {
     const auto grid = make_grid(1, 2, 1);
@@ -141,7 +121,7 @@ TEST_CASE("worker: buckets" * doctest::skip()) {
         for (size_t bucket_floats : {size_t(1), 3 * kLayerFloats, size_t(1) << 30}) {
             CAPTURE(v);
             CAPTURE(bucket_floats);
-            Gpt gpt(device.device, grid->tensor, small_model(8), 1, 1, 0, v);
+            Gpt gpt(device.device, grid->tensor, model_of(8), 1, 1, 0, v);
             GradientReduction reduction(gpt, *grid, false, bucket_floats);
             for (int iteration = 0; iteration < 2; ++iteration) {
                 CAPTURE(iteration);
@@ -173,13 +153,13 @@ TEST_CASE("worker: buckets" * doctest::skip()) {
 }
 
 TEST_CASE("the tied embedding's two contributions are added once, over stages and replicas [lab 4.2]") {
-    for (int ranks : {1, 2, 3, 4}) on_ranks(ranks, "worker: tied embeddings");
+    for (int ranks : {1, 2, 3, 4}) check_worker(ranks, "worker: tied embeddings", 20);
 }
 TEST_CASE("worker: tied embeddings" * doctest::skip()) {
     const int p = world_size() == 4 ? 2 : world_size(), d = world_size() / p;
     const auto grid = make_grid(1, d, p);
     TestDevice device;
-    Gpt gpt(device.device, grid->tensor, small_model(6), 1, p, grid->p_rank);
+    Gpt gpt(device.device, grid->tensor, model_of(6), 1, p, grid->p_rank);
     GradientReduction reduction(gpt, *grid, false);
     fill(device, gpt, 0);
     // Of replica r: the first stage's is 1 + r times the integers, the last stage's 10 (1 + r) times
@@ -217,7 +197,7 @@ TEST_CASE("worker: tied embeddings" * doctest::skip()) {
 }
 
 TEST_CASE("the gradient norm counts every parameter of the model once [lab 4.3]") {
-    for (int ranks : {1, 2, 3, 4, 8}) on_ranks(ranks, "worker: gradient norm");
+    for (int ranks : {1, 2, 3, 4, 8}) check_worker(ranks, "worker: gradient norm", 20);
 }
 TEST_CASE("worker: gradient norm" * doctest::skip()) {
     struct Layout {
@@ -236,8 +216,7 @@ TEST_CASE("worker: gradient norm" * doctest::skip()) {
             CAPTURE(layout.p);
             CAPTURE(distributed);
             const auto grid = make_grid(layout.t, layout.d, layout.p);
-            Gpt gpt(device.device, grid->tensor, small_model(6), 1, layout.p, grid->p_rank, 1,
-                    distributed ? layout.d : 1);
+            Gpt gpt(device.device, grid->tensor, model_of(6), 1, layout.p, grid->p_rank, 1, distributed ? layout.d : 1);
             Optimizer optimizer(gpt, *grid, {}, distributed);
             fill(device, gpt, 1);
             for (size_t i = 0; distributed && i < gpt.parameters.size(); ++i) {  // another replica's part: not reduced
@@ -279,7 +258,7 @@ TEST_CASE("worker: gradient norm" * doctest::skip()) {
 }
 
 TEST_CASE("a distributed optimizer takes the same step [lab 4.4]") {
-    for (int d : {1, 2, 3}) on_ranks(d, "worker: distributed optimizer");
+    for (int d : {1, 2, 3}) check_worker(d, "worker: distributed optimizer", 20);
 }
 TEST_CASE("worker: distributed optimizer" * doctest::skip()) {
     const int d = world_size();
@@ -288,7 +267,7 @@ TEST_CASE("worker: distributed optimizer" * doctest::skip()) {
     std::vector<float> weights[2];
     std::vector<Parameter> parameters[2];
     for (bool distributed : {false, true}) {
-        Gpt gpt(device.device, grid->tensor, small_model(4), 1, 1, 0, 1, distributed ? d : 1);
+        Gpt gpt(device.device, grid->tensor, model_of(4), 1, 1, 0, 1, distributed ? d : 1);
         GradientReduction reduction(gpt, *grid, distributed, kLayerFloats);
         Optimizer optimizer(gpt, *grid, {}, distributed);
         for (int step = 0; step < 2; ++step) {
@@ -327,7 +306,7 @@ TEST_CASE("worker: distributed optimizer" * doctest::skip()) {
 
 TEST_CASE("every gradient is in one bucket, and the buckets are in the order of the backward [lab 4.1]") {
     TestDevice device;
-    const GptConfig config = small_model(12);
+    const GptConfig config = model_of(12);
     for (int p : {1, 2, 3})
         for (int v : {1, 2})
             for (int p_rank = 0; p_rank < p; ++p_rank)

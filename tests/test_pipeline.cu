@@ -117,16 +117,7 @@ Schedule written_schedule(int p, int v, int m, const std::vector<std::string>& l
 }
 
 // A small model and a batch of microbatches on the device.
-GptConfig small_model() {
-    GptConfig config;
-    config.layers = 4;
-    config.hidden = 24;
-    config.heads = 6;
-    config.sequence = 5;
-    config.vocab = 13;
-    config.init_std = 0.2;
-    return config;
-}
+GptConfig batch_model() { return small_model(4, 24, 6, 5, 13, 0.2); }
 struct Batch {
     std::vector<DeviceBuffer<int>> memory;
     std::vector<Microbatch> microbatches;
@@ -288,19 +279,13 @@ void check_pipelined(TestDevice& device, Gpt& gpt, const std::vector<std::vector
 }  // namespace
 
 TEST_CASE("the executor's backwards leave the gradients that a model without a pipeline gets [lab 3.3]") {
-    for (int p : {1, 2}) {
-        CAPTURE(p);
-        const RunResult result = mpirun_self(p, "worker: backwards", {}, 20);
-        INFO(result.output);
-        REQUIRE(result.status == 0);
-    }
+    for (int p : {1, 2}) check_worker(p, "worker: backwards", 20);
 }
 TEST_CASE("worker: backwards" * doctest::skip()) {
-    int p = 0;
-    MPI_CHECK(MPI_Comm_size(MPI_COMM_WORLD, &p));
+    const int p = world_size();
     const auto grid = make_grid(1, 1, p);
     TestDevice device;
-    const GptConfig config = small_model();
+    const GptConfig config = batch_model();
     Group alone;
     Gpt whole(device.device, alone, config, 2);
     const Batch batch(device, config, 4, true);
@@ -353,14 +338,12 @@ TEST_CASE("worker: backwards" * doctest::skip()) {
 }
 
 TEST_CASE("scatter/gather changes what is sent, not what arrives [lab 3.4]") {
-    const RunResult result = mpirun_self(6, "worker: scatter/gather", {}, 20);
-    INFO(result.output);
-    REQUIRE(result.status == 0);
+    check_worker(6, "worker: scatter/gather", 20);
 }
 TEST_CASE("worker: scatter/gather" * doctest::skip()) {
     const auto grid = make_grid(3, 1, 2);
     TestDevice device;
-    const GptConfig config = small_model();
+    const GptConfig config = batch_model();
     const Batch batch(device, config, 3, false);
     const Schedule schedule = written_schedule(2, 1, 3, {"F1 F2 F3", "F1 F2 F3"});
     const Program program = compile(schedule);
@@ -384,7 +367,7 @@ TEST_CASE("worker: scatter/gather" * doctest::skip()) {
 
 TEST_CASE("recomputation gives the same gradients to the bit [lab 3.5]") {
     TestDevice device;
-    const GptConfig config = small_model();
+    const GptConfig config = batch_model();
     Group alone;
     Grid grid;
     const Batch batch(device, config, 1, true);
